@@ -1,0 +1,73 @@
+"""Eviction policies: one short file each, all found by name through :func:`make`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from tova.errors import UsageError
+from tova.policies.base import Cost, Policy, Record
+from tova.policies.full import UNBOUNDED, Full
+from tova.policies.h2o import H2O, H2OHalf
+from tova.policies.pyramidkv import PyramidKV
+from tova.policies.random import Random
+from tova.policies.running import RunningPolicy
+from tova.policies.scissorhands import Scissorhands
+from tova.policies.slots import Slots
+from tova.policies.snapkv import SnapKV
+from tova.policies.streaming_llm import StreamingLLM
+from tova.policies.tova import Tova
+from tova.policies.window import Window
+
+__all__ = [
+    "H2O",
+    "POLICIES",
+    "UNBOUNDED",
+    "Cost",
+    "Full",
+    "H2OHalf",
+    "Policy",
+    "PyramidKV",
+    "Random",
+    "Record",
+    "RunningPolicy",
+    "Scissorhands",
+    "Slots",
+    "SnapKV",
+    "StreamingLLM",
+    "Tova",
+    "Window",
+    "make",
+]
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (Full, Window, StreamingLLM, H2O, H2OHalf, Scissorhands, SnapKV, PyramidKV, Tova, Random)
+}
+"""Every built-in policy by name."""
+
+
+def make(name: str, **parameters: Any) -> Policy:
+    """A policy by name: ``make("h2o", budget=256, recent_window=64)``.
+
+    Raises:
+        UsageError: no such policy, no such parameter, or a value out of range.
+    """
+    if name not in POLICIES:
+        raise UsageError(f"no policy is named {name!r}{_closest(name, POLICIES)}; there are: {', '.join(POLICIES)}")
+    policy = POLICIES[name]
+    known = [f.name for f in dataclasses.fields(policy) if f.init]
+    for parameter in parameters:
+        if parameter not in known:
+            raise UsageError(
+                f"{name} has no parameter {parameter!r}{_closest(parameter, known)}; it takes: {', '.join(known)}"
+                if known
+                else f"{name} takes no parameters, got {parameter!r}"
+            )
+    return policy(**parameters)
+
+
+def _closest(word: str, known: Any) -> str:
+    match = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""

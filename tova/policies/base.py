@@ -1,0 +1,251 @@
+"""What a policy is, and how one step of it is taken.
+
+A policy is its parameters and a few pure functions over :class:`~tova.policies.slots.Slots`; subclass
+:class:`Policy` and say what is remembered (``records``), how a step changes it (``observe``) and what is dropped
+first (``score``). The running policy, the simulation and the reference scan all take their steps through
+:func:`observe`, :func:`admit` and :func:`choose` below, so a policy is defined in one place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from tova.errors import UsageError
+from tova.policies.slots import Slots
+
+if TYPE_CHECKING:
+    from tova.policies.running import RunningPolicy
+
+
+@dataclass(frozen=True)
+class Record:
+    """One thing remembered per position.
+
+    Attributes:
+        fill: the value a position is admitted with.
+        width: trailing shape, ``()`` for a number, ``(n,)`` for a ring of n.
+        dtype: fixed dtype, or None for the precision the policy runs in (float64 in a running policy and in the
+            simulation, float32 on a model).
+    """
+
+    fill: float = 0.0
+    width: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a policy costs per held position, as its specification counts it, and per step and eviction."""
+
+    bytes_per_slot: int
+    step: str
+    eviction: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Base of all eviction policies. One instance serves one layer of one sequence.
+
+    Args:
+        budget: positions a layer may keep between steps; a query sees these and itself.
+        sinks: the sequence's first ``sinks`` tokens are never dropped.
+        recent_window: the ``recent_window`` newest held positions are never dropped, the newest among them.
+
+    Unless a subclass says otherwise the newest token is never dropped in the step that brought it: nothing has
+    attended to it yet, so there is nothing to rank it by.
+
+    Raises:
+        UsageError: a parameter is no integer or out of its range; the message names it.
+    """
+
+    name: ClassVar[str] = ""
+    reads_attention: ClassVar[bool] = True
+    """False for a policy that ignores attention: its ``observe`` is never called."""
+
+    budget: int = 512
+    sinks: int = 0
+    recent_window: int = 0
+
+    def __post_init__(self) -> None:
+        self.require("budget", at_least=1)
+        self.require("sinks", at_least=0, below=self.budget)
+        self.require("recent_window", at_least=0, below=self.budget)
+        if self.sinks + self.recent_window > self.budget:
+            raise UsageError(
+                f"{self.name}: sinks={self.sinks} and recent_window={self.recent_window} together protect more than "
+                f"budget={self.budget} positions"
+            )
+
+    def require(self, parameter: str, *, at_least: int, below: int | None = None) -> None:
+        """Check that an integer parameter lies in ``[at_least, below)`` and store it as a plain int."""
+        value = getattr(self, parameter)
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = None
+        if number is None or isinstance(value, bool):
+            raise UsageError(f"{self.name}: {parameter} must be an integer, got {value!r}")
+        if number < at_least or (below is not None and number >= below):
+            limit = f"at least {at_least}" if below is None else f"at least {at_least} and below {below}"
+            hint = f" (budget={self.budget})" if below == self.budget and parameter != "budget" else ""
+            raise UsageError(f"{self.name}: {parameter} must be {limit}{hint}, got {value!r}")
+        object.__setattr__(self, parameter, number)
+
+    # -- what a policy defines -------------------------------------------------------------------------------
+
+    def records(self) -> dict[str, Record]:
+        """What is remembered per held position, by name."""
+        return {}
+
+    def observe(self, slots: Slots, attn: Tensor) -> dict[str, Tensor]:
+        """The records after one step.
+
+        Args:
+            slots: what is held before the newest token joins.
+            attn: [R, S] weight the newest token's query gave to each slot, 0 where the slot is empty.
+
+        Returns:
+            New values of the records that change, each [R, S, ...]. Empty slots may hold anything.
+        """
+        return {}
+
+    def score(self, slots: Slots) -> Tensor:
+        """[R, S]: what is dropped first is the lowest score that is not protected, ties to the lower position."""
+        raise NotImplementedError
+
+    def protected(self, slots: Slots) -> Tensor:
+        """bool [R, S]: what must not be dropped now. By default sinks, the recent window and the newest token."""
+        recent = slots.newest_held(max(1, self.recent_window))
+        return recent | slots.first(self.sinks) if self.sinks else recent
+
+    def evidence(self, slots: Slots) -> Tensor | None:
+        """[R, S]: the policy's own record of each position for people to look at; NaN where nothing was observed."""
+        return self.score(slots) if self.records() else None
+
+    def cost(self) -> Cost:
+        """Bytes per slot as specified, and the time of a step and of an eviction."""
+        raise NotImplementedError
+
+    # -- what every policy has -------------------------------------------------------------------------------
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes per held position beside its key and value, counted as the specification does."""
+        return self.cost().bytes_per_slot
+
+    def tensor_bytes_per_slot(self, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes per slot that the tensors of a cache really take: an int64 column and the records."""
+        total = torch.int64.itemsize
+        for record in self.records().values():
+            entries = 1
+            for size in record.width:
+                entries *= size
+            total += entries * (record.dtype or dtype).itemsize
+        return total
+
+    @property
+    def effective_budget(self) -> int:
+        """What this layer is asked to hold: ``budget``, unless the policy shares it out unevenly over layers."""
+        return self.budget
+
+    def keeps(self, asked: int) -> int:
+        """How many positions remain after ``evict(asked)``."""
+        return asked
+
+    def for_layer(self, layer: int, layers: int) -> Self:
+        """The policy of layer ``layer`` (0-based) of a model with ``layers`` layers."""
+        return self
+
+    def start(self) -> RunningPolicy:
+        """A running instance: token 0 is held, nothing observed. See :class:`~tova.policies.running.RunningPolicy`."""
+        from tova.policies.running import RunningPolicy
+
+        return RunningPolicy(self)
+
+    def with_budget(self, budget: int) -> Self:
+        """The same policy at another budget."""
+        return dataclasses.replace(self, budget=budget)
+
+    def parameters(self) -> dict[str, Any]:
+        """All parameters by name, for reports and for the address of a result."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+
+    @property
+    def label(self) -> str:
+        """The name and those parameters, budget apart, that differ from their defaults: ``h2o recent_window=64``."""
+        changed = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if f.init and f.name not in ("budget", "layer", "num_layers") and getattr(self, f.name) != f.default
+        ]
+        return " ".join([self.name, *changed])
+
+
+def new_records(policy: Policy, rows: int, slots: int, dtype: torch.dtype, device: Any = None) -> dict[str, Tensor]:
+    """Records of ``rows`` x ``slots`` freshly admitted positions."""
+    return {
+        name: torch.full((rows, slots, *r.width), r.fill, dtype=r.dtype or dtype, device=device)
+        for name, r in policy.records().items()
+    }
+
+
+def observe(policy: Policy, slots: Slots, attn: Tensor, active: Tensor | None = None) -> None:
+    """Show the policy one step, in place. ``active`` bool [R, 1] leaves the other rows as they were."""
+    if not policy.reads_attention:
+        return
+    for name, value in policy.observe(slots, attn).items():
+        old = slots.records[name]
+        if active is not None:
+            value = torch.where(active.view(-1, *[1] * (old.ndim - 1)), value, old)
+        slots.records[name] = value.to(old.dtype)
+    slots.observed = slots.observed + (1 if active is None else active.long())
+
+
+def admit(policy: Policy, slots: Slots, slot: Tensor | int, position: Tensor, active: Tensor | None = None) -> None:
+    """Let the newest token join, in place: occupy ``slot`` (an index, or int64 [R, 1]) with fresh records."""
+    rows = slots.positions.shape[0]
+    where = slot if isinstance(slot, Tensor) else torch.full((rows, 1), slot, device=slots.positions.device)
+    position = position.expand(rows, 1)
+    joins = torch.ones_like(where, dtype=torch.bool) if active is None else active
+    slots.held = slots.held.scatter(-1, where, joins | slots.held.gather(-1, where))
+    slots.positions = slots.positions.scatter(-1, where, position)
+    slots.newest = torch.where(joins, position, slots.newest)
+    for name, record in policy.records().items():
+        old = slots.records[name]
+        index = where.view(rows, 1, *[1] * len(record.width)).expand(rows, 1, *record.width)
+        slots.records[name] = old.scatter(1, index, record.fill)
+
+
+def choose(policy: Policy, slots: Slots, excess: Tensor | int, most: int | None = None) -> Tensor:
+    """bool [R, S]: the ``excess`` (an int or int64 [R, 1]) lowest-scored candidates of each row.
+
+    ``most`` is an upper bound on ``excess`` where the caller knows one: it saves reading the tensor. Rows with fewer
+    candidates than asked for lose all of them; callers that must not let that pass compare counts.
+    """
+    candidates = slots.held & ~policy.protected(slots)
+    score = policy.score(slots).masked_fill(~candidates, float("inf"))
+    if most is None:
+        most = excess if isinstance(excess, int) else int(excess.max())
+    if most <= 0:
+        return torch.zeros_like(candidates)
+    if most == 1:
+        tied = candidates & (score == score.amin(-1, keepdim=True))
+        slot = slots.positions.masked_fill(~tied, torch.iinfo(torch.int64).max).argmin(-1, keepdim=True)
+        first = torch.zeros_like(candidates).scatter(-1, slot, True)
+        return first & candidates & (torch.as_tensor(excess, device=slot.device) > 0)
+    order, _ = slots.in_position_order()
+    by_score = order.gather(-1, score.gather(-1, order).argsort(dim=-1, stable=True))
+    rank = by_score.argsort(dim=-1)
+    return candidates & (rank < excess)
+
+
+def as_row(attn: Sequence[float] | Tensor | Any, dtype: torch.dtype) -> Tensor:
+    """[1, n] in ``dtype`` from a list, an array or a tensor of n weights."""
+    return torch.as_tensor(attn, dtype=dtype).reshape(1, -1)

@@ -1,0 +1,130 @@
+"""A policy at work on one sequence, token by token: the contract every build of a policy is held to."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+
+from tova.errors import UsageError
+from tova.policies.base import Policy, admit, as_row, choose, new_records, observe
+from tova.policies.slots import Slots
+
+_DTYPE = torch.float64
+
+
+class RunningPolicy:
+    """The kept set of one layer of one sequence under ``policy``, records in float64.
+
+    The kept set starts as ``{0}``. Each decode step is one :meth:`on_decode_step`, then :meth:`evict` whenever more
+    are held than the budget allows.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._slots = Slots(
+            positions=torch.zeros(1, 1, dtype=torch.int64),
+            held=torch.ones(1, 1, dtype=torch.bool),
+            records=new_records(policy, 1, 1, _DTYPE),
+            observed=torch.zeros(1, 1, dtype=torch.int64),
+            newest=torch.zeros(1, 1, dtype=torch.int64),
+        )
+
+    def on_decode_step(self, pos: int, attn: Any | None) -> None:
+        """Token ``pos`` was just generated: update the records, then let it join.
+
+        Args:
+            pos: its absolute position, above every earlier one.
+            attn: the weight it gave to each held position in ascending order (``kept`` numbers), or None if
+                nothing is known of this step, which then changes no record.
+
+        Raises:
+            UsageError: ``pos`` is not new, or ``attn`` has another length than the kept set.
+        """
+        slots = self._slots
+        if pos <= int(slots.newest):
+            raise UsageError(f"pos must be above the newest position {int(slots.newest)}, got {pos}")
+        if attn is not None:
+            row = as_row(attn, _DTYPE)
+            if row.shape[-1] != self.kept:
+                raise UsageError(f"attn must have one weight per held position ({self.kept}), got {row.shape[-1]}")
+            observe(self.policy, slots, row)
+        n = slots.positions.shape[-1]
+        self._slots = Slots(
+            positions=torch.nn.functional.pad(slots.positions, (0, 1)),
+            held=torch.nn.functional.pad(slots.held, (0, 1)),
+            records={
+                name: torch.cat([old, fresh], 1)
+                for (name, old), fresh in zip(
+                    slots.records.items(), new_records(self.policy, 1, 1, _DTYPE).values(), strict=True
+                )
+            },
+            observed=slots.observed,
+            newest=slots.newest,
+        )
+        admit(self.policy, self._slots, n, torch.tensor([[pos]]))
+
+    def evict(self, budget: int) -> list[int]:
+        """Drop down to ``budget`` positions (or this layer's share, if lower) and return them, ascending.
+
+        Raises:
+            UsageError: ``budget`` is no positive integer, or the protected positions alone exceed it.
+        """
+        try:
+            asked = operator.index(budget)
+        except TypeError:
+            asked = 0
+        if asked < 1 or isinstance(budget, bool):
+            raise UsageError(f"evict: budget must be an integer of at least 1, got {budget!r}")
+        target = self.policy.keeps(asked)
+        excess = self.kept - target
+        if excess <= 0:
+            return []
+        protected = int((self._slots.held & self.policy.protected(self._slots)).sum())
+        if protected > target:
+            raise UsageError(
+                f"{self.policy.name}: {protected} positions are protected, more than the {target} that may remain"
+            )
+        dropped = choose(self.policy, self._slots, excess)
+        victims = self._slots.positions[dropped].tolist()
+        keep = ~dropped[0]
+        slots = self._slots
+        self._slots = Slots(
+            positions=slots.positions[:, keep],
+            held=slots.held[:, keep],
+            records={name: value[:, keep] for name, value in slots.records.items()},
+            observed=slots.observed,
+            newest=slots.newest,
+        )
+        return victims
+
+    @property
+    def kept(self) -> int:
+        """How many positions are held."""
+        return self._slots.positions.shape[-1]
+
+    @property
+    def positions(self) -> list[int]:
+        """The held positions, ascending."""
+        return self._slots.positions[0].tolist()
+
+    def record(self, pos: int) -> float | None:
+        """The policy's own record of a position; None if it is not held, not observed yet, or there is none."""
+        evidence = self.policy.evidence(self._slots)
+        index = (self._slots.positions[0] == pos).nonzero()
+        if evidence is None or not len(index):
+            return None
+        value = float(evidence[0, int(index[0, 0])])
+        return None if math.isnan(value) else value
+
+    @property
+    def effective_budget(self) -> int:
+        """The share of the budget this layer is asked to hold."""
+        return self.policy.effective_budget
+
+    @property
+    def sinks_held(self) -> int:
+        """How many of the policy's sink positions are held."""
+        return int(self._slots.first(self.policy.sinks).sum())

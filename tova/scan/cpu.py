@@ -1,0 +1,302 @@
+"""The scan compiled with numba: the built-in policies, re-expressed, on the CPU.
+
+A row of logits is read once: its maximum over what is held, exponential, sum, head average, record update and the
+choice of a victim follow while it is in cache. Records are float32 as in the reference scan; ranking is in float64.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.extending import intrinsic
+from torch import Tensor
+
+from tova.policies import (
+    H2O,
+    Full,
+    H2OHalf,
+    Policy,
+    PyramidKV,
+    Random,
+    Scissorhands,
+    Slots,
+    SnapKV,
+    StreamingLLM,
+    Tova,
+    Window,
+)
+
+_OLDEST, _LATEST, _SUM, _VOTES, _RING, _RANDOM = range(6)
+_MODES: dict[type[Policy], tuple[int, str | None]] = {
+    Full: (_OLDEST, None),
+    Window: (_OLDEST, None),
+    StreamingLLM: (_OLDEST, None),
+    Tova: (_LATEST, "weight"),
+    H2O: (_SUM, "sum"),
+    H2OHalf: (_SUM, "sum"),
+    Scissorhands: (_VOTES, "votes"),
+    SnapKV: (_RING, "ring"),
+    PyramidKV: (_RING, "ring"),
+    Random: (_RANDOM, None),
+}
+
+# Sums may be reassociated and multiplied-and-added in one rounding; infinities and NaN keep their meaning.
+_FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+_jit = nb.njit(fastmath=_FASTMATH, error_model="numpy", nogil=True, cache=True)
+_inline = nb.njit(fastmath=_FASTMATH, error_model="numpy", nogil=True, cache=True, inline="always")
+_strict_jit = nb.njit(error_model="numpy", nogil=True, cache=True)
+
+_F = np.float32
+_INF = np.float64(np.inf)
+_U32 = np.int64(0xFFFFFFFF)
+
+
+def supports(policy: Policy) -> bool:
+    """Whether the compiled scan knows this very class (a subclass may have changed anything)."""
+    return type(policy) in _MODES
+
+
+def scan(
+    policy: Policy, logits: Tensor, slots: Slots, kept: int, real: Tensor | None, budget: int, every: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :class:`tova.scan.Scan`; overwrites ``logits``."""
+    rows, heads, steps, candidates = logits.shape
+    logits = logits.contiguous()
+    mode, record = _MODES[type(policy)]
+    sums = torch.empty(rows, heads, steps, 1)
+    last = torch.empty(rows, candidates, dtype=torch.int64)
+    # The kernel wants the candidates of a ring next to each other.
+    rings = (
+        slots[record].transpose(1, 2).contiguous().numpy() if mode == _RING else np.empty((rows, 0, 0), dtype=np.float32)
+    )
+    numbers = (
+        slots[record].contiguous().numpy()
+        if record is not None and mode != _RING
+        else np.empty((rows, candidates), dtype=np.float32)
+    )
+    held = slots.held.contiguous().numpy().view(np.uint8)
+    positions = slots.positions.contiguous().numpy()
+    steps_are_real = (
+        np.ones((rows, steps), dtype=np.bool_) if real is None else real.contiguous().numpy()
+    )
+    observed = slots.observed.numpy().copy()
+    newest = slots.newest.numpy().copy()
+    for r in range(rows):
+        observed[r, 0], newest[r, 0] = _scan_row(
+            logits[r].numpy(),
+            sums[r, ..., 0].numpy(),
+            kept,
+            positions[r],
+            held[r],
+            steps_are_real[r],
+            last[r].numpy(),
+            numbers[r],
+            rings[r],
+            observed[r, 0],
+            newest[r, 0],
+            mode,
+            budget,
+            every,
+            policy.sinks,
+            max(1, policy.recent_window),
+            getattr(policy, "pool_kernel", 1),
+            _random_key(policy),
+        )
+    slots.held = torch.from_numpy(held.view(np.bool_))
+    slots.observed = torch.from_numpy(observed) if policy.reads_attention else slots.observed
+    slots.newest = torch.from_numpy(newest)
+    if mode == _RING:
+        slots.records["ring"] = torch.from_numpy(rings).transpose(1, 2).contiguous()
+    elif record is not None:
+        slots.records[record] = torch.from_numpy(numbers)
+    return logits, sums, last
+
+
+def _random_key(policy: Policy) -> int:
+    if not isinstance(policy, Random):
+        return 0
+    return int(_mix.py_func((policy.seed * 0x9E3779B9 + policy.layer) & 0xFFFFFFFF))
+
+
+@intrinsic
+def _float_from_bits(typingctx, bits):  # type: ignore[no-untyped-def]
+    """Reinterpret an int32 as a float32."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return nb.float32(nb.int32), generate
+
+
+@_inline
+def _exp(x):  # type: ignore[no-untyped-def]
+    """exp of a float32 at most 0, within 2 units in the last place; written so that LLVM vectorises it.
+
+    Range reduction to |r| <= ln(2)/2 and the minimax polynomial of Cephes' ``expf``.
+    """
+    x = max(x, _F(-87.0))
+    n = np.floor(x * _F(1.4426950408889634) + _F(0.5))
+    r = x - n * _F(0.693359375)
+    r = r - n * _F(-2.12194440e-4)
+    p = _F(1.9875691500e-4)
+    p = p * r + _F(1.3981999507e-3)
+    p = p * r + _F(8.3334519073e-3)
+    p = p * r + _F(4.1665795894e-2)
+    p = p * r + _F(1.6666665459e-1)
+    p = p * r + _F(5.0000001201e-1)
+    p = p * (r * r) + r + _F(1.0)
+    return p * _float_from_bits((nb.int32(n) + nb.int32(127)) << nb.int32(23))
+
+
+@_jit
+def _scan_row(  # type: ignore[no-untyped-def]
+    logits, sums, kept, positions, held, real, last, numbers, ring, observed, newest,
+    mode, budget, every, sinks, recent, pool, key,
+):  # fmt: skip
+    """One kept set through one chunk; see :class:`tova.scan.Scan` for the meaning of the arrays."""
+    heads, steps, candidates = logits.shape
+    alive = np.zeros(candidates, np.float32)
+    attn = np.empty(candidates, np.float32)
+    score = np.empty(candidates, np.float64)
+    scratch = np.empty(candidates, np.float64)
+    order = np.empty(candidates, np.int64)
+    count = 0
+    for j in range(candidates):
+        last[j] = -1
+        if held[j]:
+            alive[j] = _F(1.0)
+            last[j] = steps
+            count += 1
+    for i in range(steps):
+        m = kept + i + 1
+        if not real[i]:
+            for h in range(heads):
+                sums[h, i] = _F(0.0)
+                for j in range(candidates):
+                    logits[h, i, j] = _F(0.0)
+            continue
+        for j in range(m - 1):  # the layer's own sliding window moves on
+            if alive[j] > 0 and logits[0, i, j] == -np.inf:
+                alive[j] = _F(0.0)
+                last[j] = i - 1
+                count -= 1
+        alive[m - 1] = _F(1.0)
+        last[m - 1] = steps
+        for j in range(m):
+            attn[j] = _F(0.0)
+        for h in range(heads):
+            row = logits[h, i]
+            top = row[m - 1]
+            for j in range(m - 1):
+                top = max(top, row[j] if alive[j] > 0 else top)
+            total = _F(0.0)
+            for j in range(m):
+                weight = _exp(row[j] - top) * alive[j]
+                row[j] = weight
+                total += weight
+            for j in range(m, candidates):
+                row[j] = _F(0.0)
+            sums[h, i] = total
+            share = _F(1.0) / (total * _F(heads))
+            for j in range(m):
+                attn[j] += row[j] * share
+        # What the policy sees: the weights on what was held before the newest token joined.
+        if mode == _LATEST:
+            for j in range(m - 1):
+                numbers[j] = attn[j]
+            numbers[m - 1] = _F(np.nan)
+        elif mode == _SUM:
+            for j in range(m - 1):
+                numbers[j] += attn[j]
+            numbers[m - 1] = _F(0.0)
+        elif mode == _VOTES:
+            fair_share = 1.0 / max(count, 1)
+            for j in range(m - 1):
+                if alive[j] > 0 and np.float64(attn[j]) > fair_share:
+                    numbers[j] += _F(1.0)
+            numbers[m - 1] = _F(0.0)
+        elif mode == _RING:
+            slot = ring[observed % ring.shape[0]]
+            for j in range(m - 1):
+                slot[j] = attn[j]
+            for w in range(ring.shape[0]):
+                ring[w, m - 1] = _F(0.0)
+        observed += 1
+        count += 1
+        newest = positions[m - 1]
+        if count >= budget + every:
+            if mode == _OLDEST:
+                for j in range(m):
+                    score[j] = np.float64(j)
+            elif mode == _RING:
+                _pooled(ring, alive, m, pool, score, scratch, order)
+            elif mode == _RANDOM:
+                step = _mix((newest + key) & _U32)
+                for j in range(m):
+                    score[j] = np.float64(_mix((positions[j] + step) & _U32))
+            else:
+                for j in range(m):
+                    score[j] = np.float64(numbers[j])
+            first_recent = m
+            left = recent
+            while left > 0 and first_recent > 0:
+                first_recent -= 1
+                if alive[first_recent] > 0:
+                    left -= 1
+            count -= _drop(score, alive, positions, last, i, first_recent, sinks, count - budget)
+    for j in range(candidates):
+        held[j] = 1 if alive[j] > 0 else 0
+    return observed, newest
+
+
+@_strict_jit
+def _drop(score, alive, positions, last, step, end, sinks, excess):  # type: ignore[no-untyped-def]
+    """Drop the ``excess`` lowest scores among the unprotected before index ``end``; returns how many were."""
+    dropped = 0
+    for _ in range(excess):
+        lowest = _INF
+        for j in range(end):
+            candidate = alive[j] > 0 and positions[j] >= sinks
+            lowest = min(lowest, score[j] if candidate else _INF)
+        if lowest == _INF:
+            break
+        for j in range(end):
+            if alive[j] > 0 and positions[j] >= sinks and score[j] == lowest:
+                alive[j] = _F(0.0)
+                last[j] = step
+                dropped += 1
+                break
+    return dropped
+
+
+@_strict_jit
+def _pooled(ring, alive, m, kernel, score, total, order):  # type: ignore[no-untyped-def]
+    """score[j] of each held candidate: the maximum window sum over ``kernel`` adjacent held candidates."""
+    for j in range(m):
+        total[j] = 0.0
+    for w in range(ring.shape[0]):
+        for j in range(m):
+            total[j] += np.float64(ring[w, j])
+    count = 0
+    for j in range(m):
+        if alive[j] > 0:
+            order[count] = j
+            count += 1
+    radius = kernel // 2
+    for a in range(count):
+        best = total[order[a]]
+        for b in range(max(0, a - radius), min(count, a + radius + 1)):
+            best = max(best, total[order[b]])
+        score[order[a]] = best
+
+
+@_strict_jit
+def _mix(z):  # type: ignore[no-untyped-def]
+    """The finaliser of splitmix32, as in ``tova.policies.random``."""
+    z ^= z >> 16
+    z = (z * 0x21F0AAAD) & 0xFFFFFFFF
+    z ^= z >> 15
+    z = (z * 0x735A2D97) & 0xFFFFFFFF
+    return z ^ (z >> 15)

@@ -1,0 +1,154 @@
+"""A policy against a stream of attention rows: what would it have kept, and how much of the attention was there?
+
+The kept set starts as {0}. At step t the policy is shown the step's weights at its kept positions (not
+renormalised), the step is measured, the token joins, and if more than the budget are kept the policy evicts. The
+measurement comes before the step's eviction: it is what the model would have had at that step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tova.errors import UsageError
+from tova.policies.base import Policy
+from tova.trace import Trace
+
+NEVER = np.iinfo(np.int64).max
+"""``evicted_at`` of a position that was never dropped."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a policy retained, step by step. Arrays over steps hold step t at index t - 1.
+
+    Attributes:
+        budget: positions kept between steps.
+        mass: float64 [steps], sum of the step's weights on kept positions.
+        hits: int64 [steps], how many of the step's ``min(32, t)`` most-attended positions were kept.
+        possible: int64 [steps], ``min(32, t)``.
+        evicted_at: int64 [tokens], the step after whose attention a position was dropped; ``NEVER`` if it was not.
+        evict_calls: how often the policy was asked to evict.
+    """
+
+    budget: int
+    mass: np.ndarray
+    hits: np.ndarray
+    possible: np.ndarray
+    evicted_at: np.ndarray
+    evict_calls: int
+
+    @property
+    def retained_mass(self) -> float:
+        """Mean over all steps of the weight on kept positions."""
+        return float(self.mass.mean())
+
+    @property
+    def heavy_hitter_recall(self) -> float:
+        """Total hits over total possible, over all steps."""
+        return float(self.hits.sum() / self.possible.sum())
+
+    @property
+    def retained_mass_saturated(self) -> float:
+        """Mean over the steps t >= budget; NaN if there are none. Before, nothing had been dropped."""
+        return float(self.mass[self.budget - 1 :].mean()) if self.budget <= len(self.mass) else float("nan")
+
+    @property
+    def heavy_hitter_recall_saturated(self) -> float:
+        """Hits over possible, over the steps t >= budget; NaN if there are none."""
+        hits, possible = self.hits[self.budget - 1 :], self.possible[self.budget - 1 :]
+        return float(hits.sum() / possible.sum()) if len(hits) else float("nan")
+
+    @property
+    def kept(self) -> list[int]:
+        """The positions held at the end, ascending."""
+        return np.flatnonzero(self.evicted_at == NEVER).tolist()
+
+
+def simulate(policy: Policy | Any, trace: Trace) -> Simulation:
+    """Run ``policy`` over ``trace``, records in float64.
+
+    Args:
+        policy: a :class:`~tova.policies.base.Policy`, or anything with ``effective_budget`` (or ``budget``) and a
+            ``start()`` that gives an object with ``on_decode_step(pos, attn)`` and ``evict(budget)``.
+
+    Raises:
+        UsageError: the policy returned a position it does not hold, or too few; the message names the step.
+    """
+    budget = getattr(policy, "effective_budget", None) or policy.budget
+    running = policy.start()
+    steps = len(trace)
+    held = np.zeros(steps + 1, dtype=bool)
+    held[0] = True
+    kept = [0]
+    evicted_at = np.full(steps + 1, NEVER)
+    mass = np.zeros(steps)
+    hits = np.zeros(steps, dtype=np.int64)
+    evict_calls = 0
+    for t, row in trace:
+        attn = row[kept]
+        mass[t - 1] = attn.sum(dtype=np.float64)
+        hits[t - 1] = held[trace.heavy_hitters[t - 1]].sum()
+        running.on_decode_step(t, attn)
+        kept.append(t)
+        held[t] = True
+        if len(kept) > budget:
+            evict_calls += 1
+            for position in running.evict(budget):
+                if not (0 <= position <= t and held[position]):
+                    raise UsageError(f"{policy.name}: step {t}: evicted position {position}, which is not held")
+                held[position] = False
+                evicted_at[position] = t
+            kept = [position for position in kept if held[position]]
+            if len(kept) > budget:
+                raise UsageError(f"{policy.name}: step {t}: {len(kept)} positions remain, more than budget={budget}")
+    possible = np.array([len(top) for top in trace.heavy_hitters])
+    return Simulation(budget, mass, hits, possible, evicted_at, evict_calls)
+
+
+def bound_topk(trace: Trace, budget: int) -> float:
+    """Mean over steps of the ``budget`` largest weights of the full row: no policy can retain more mass.
+
+    It picks anew at every step from all tokens, so it is a bound and not a policy.
+    """
+    return float(np.mean([np.sort(row)[-budget:].sum(dtype=np.float64) for row in trace.rows]))
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A real policy with foresight (open loop only): drops the position with the least *future* attention.
+
+    It is greedy, so it bounds nothing; it shows what knowing the future of this trace would be worth. Ties go to
+    the lower position. Takes the trace it is to foresee.
+    """
+
+    trace: Trace
+    budget: int
+    name: str = "oracle"
+
+    def start(self) -> _RunningOracle:
+        return _RunningOracle(self.trace)
+
+
+class _RunningOracle:
+    def __init__(self, trace: Trace) -> None:
+        self._rows = trace.rows
+        self._future = np.zeros(len(trace) + 1)
+        for row in trace.rows:
+            self._future[: len(row)] += row
+        self._held = np.zeros(len(trace) + 1, dtype=bool)
+        self._held[0] = True
+
+    def on_decode_step(self, pos: int, attn: Any) -> None:
+        row = self._rows[pos - 1]
+        self._future[: len(row)] -= row
+        self._held[pos] = True
+
+    def evict(self, budget: int) -> list[int]:
+        kept = np.flatnonzero(self._held)
+        order = np.argsort(self._future[kept], kind="stable")
+        victims = np.sort(kept[order[: len(kept) - budget]])
+        self._held[victims] = False
+        return victims.tolist()
