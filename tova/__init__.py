@@ -3,7 +3,7 @@
     import tova
     tova.enable(model)                                              # once, after loading
     cache = tova.EvictingCache(tova.policies.make("tova", budget=256))
-    model(ids, past_key_values=cache)                               # or model.generate(...)
+    model(ids, cache=cache)                                         # or model.generate(...)
 
 Names are loaded when first used: importing this package is quick.
 """
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _HOMES = {"EvictingCache": "tova.cache", "enable": "tova.attention", "UsageError": "tova.errors"}
 _MODULES = ("attention", "cache", "measures", "observers", "policies", "replay", "scan", "simulation", "trace")
 
-__all__ = ["EvictingCache", "UsageError", "enable", *_MODULES]
+__all__ = ["EvictingCache", "UsageError", "attention", "cache", "enable", "measures", "observers"]
+__all__ += ["policies", "replay", "scan", "simulation", "trace"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tova import compat
 from tova.errors import UsageError
-from tova.replay import Attention, replay
+from tova.replay import Attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

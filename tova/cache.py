@@ -24,7 +24,7 @@ class EvictingCache(compat.Cache):
     their original rotary positions. The model must be switched over once with :func:`tova.enable`.
 
         cache = EvictingCache(policies.make("tova", budget=256))
-        model(ids, past_key_values=cache)           # teacher-forced, exact, one pass
+        model(ids, cache=cache)                     # teacher-forced, exact, one pass
         cache.evicted_at                            # what was dropped when
 
     Args:
@@ -140,7 +140,7 @@ class EvictingLayer(compat.CacheLayerMixin):
     def check_attended(self) -> None:
         """The new keys must have reached our attention: another one would have seen nothing but them."""
         if self._awaits_attention:
-            raise UsageError("this model has not been switched to the evicting attention: call tova.enable(model) first")
+            raise UsageError("this model is not switched to the evicting attention; call tova.enable(model) first")
 
     def get_seq_length(self) -> int:
         return 0 if self.state is None else self.state.seen
@@ -175,6 +175,7 @@ class EvictingLayer(compat.CacheLayerMixin):
         if real is not None:
             self._check_padding(state, real)
         first = state.seen
+        visibility = rule if rule is not None and rule.rule is not None else None
         out = replay(
             query,
             key,
@@ -183,14 +184,14 @@ class EvictingLayer(compat.CacheLayerMixin):
             self.policy,
             how,
             scan=self._scan,
-            visibility=rule if rule is not None and rule.rule is not None else None,
+            visibility=visibility,
             real=real,
             every=cache.evict_every,
             chunk=cache.chunk or 128,
         )
         if cache.observers:
             assert state.log is not None
-            seen = Seen(self.index, first, query, key, how, state.log.view)
+            seen = Seen(self.index, first, query, key, how, state.log.view, visibility)
             for observer in cache.observers:
                 observer.see(seen)
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 __all__ = [
     "Cache",
     "CacheLayerMixin",
+    "cache_argument",
     "causal_mask_function",
     "eager_mask_of",
     "register",
@@ -27,6 +29,11 @@ def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any])
     """Make ``attn_implementation=name`` known, with its mask: without one the mask would silently be None."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """What a model's forward calls its cache: ``past_key_values``, or ``cache`` since the renaming."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def eager_mask_of(mask: Tensor | None, query: Tensor, columns: int) -> Tensor:

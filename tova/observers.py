@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tova.replay import Attention
+from tova.replay import Attention, Visibility
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Seen:
         first: column of the first new token.
         query: [B, H, T, D] of the new tokens, and key [B, K, T, D] likewise, rotated.
         attention: how logits become weights.
-        evicted_at: int64 [B, G, first + T], as known so far.
+        evicted_at: int64 [B, G, first + T], as known so far; -1 for padding.
+        visibility: what the model itself lets queries look at beside causality; None if everything.
     """
 
     layer: int
@@ -30,6 +31,7 @@ class Seen:
     key: Tensor
     attention: Attention
     evicted_at: Tensor
+    visibility: Visibility | None
 
 
 class Observer(Protocol):

@@ -351,9 +351,7 @@ def _decode(
         seen = slots.held.scatter(-1, slot, True)
         logits = logits.masked_fill_(~seen.unsqueeze(1), float("-inf"))
     weights = logits.softmax(-1)
-    out = attention.mix(
-        weights.view(batch, heads, 1, -1), weights.new_ones(1, 1, 1, 1), state.values
-    )
+    out = attention.mix(weights.view(batch, heads, 1, -1), weights.new_ones(1, 1, 1, 1), state.values)
     if policy.reads_attention:
         observe(policy, slots, weights.mean(1).scatter(-1, slot, 0.0))
     admit(policy, slots, slot, step - state.start)

@@ -7,6 +7,7 @@ measurement comes before the step's eviction: it is what the model would have ha
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from tova.trace import Trace
 
 NEVER = np.iinfo(np.int64).max
 """``evicted_at`` of a position that was never dropped."""
+ENGINES = ("auto", "running", "compiled")
 
 
 @dataclass(frozen=True)
@@ -67,17 +69,29 @@ class Simulation:
         return np.flatnonzero(self.evicted_at == NEVER).tolist()
 
 
-def simulate(policy: Policy | Any, trace: Trace) -> Simulation:
+def simulate(policy: Policy | Any, trace: Trace, engine: str = "auto") -> Simulation:
     """Run ``policy`` over ``trace``, records in float64.
 
     Args:
         policy: a :class:`~tova.policies.base.Policy`, or anything with ``effective_budget`` (or ``budget``) and a
             ``start()`` that gives an object with ``on_decode_step(pos, attn)`` and ``evict(budget)``.
+        engine: ``running`` drives the running policy step by step; ``compiled`` is the built-in policies in numba,
+            decision for decision the same; ``auto`` takes the compiled one where it can.
 
     Raises:
         UsageError: the policy returned a position it does not hold, or too few; the message names the step.
     """
+    if engine not in ENGINES:
+        raise UsageError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     budget = getattr(policy, "effective_budget", None) or policy.budget
+    possible = np.array([len(top) for top in trace.heavy_hitters])
+    if engine != "running" and _compiled(policy):
+        from tova.scan import stream
+
+        mass, hits, evicted_at, evict_calls = stream.run(policy, budget, trace.flat, trace.heavy_table)
+        return Simulation(budget, mass, hits, possible, evicted_at, evict_calls)
+    if engine == "compiled":
+        raise UsageError(f"engine=compiled needs numba and a built-in policy, not {policy.name}")
     running = policy.start()
     steps = len(trace)
     held = np.zeros(steps + 1, dtype=bool)
@@ -104,8 +118,15 @@ def simulate(policy: Policy | Any, trace: Trace) -> Simulation:
             kept = [position for position in kept if held[position]]
             if len(kept) > budget:
                 raise UsageError(f"{policy.name}: step {t}: {len(kept)} positions remain, more than budget={budget}")
-    possible = np.array([len(top) for top in trace.heavy_hitters])
     return Simulation(budget, mass, hits, possible, evicted_at, evict_calls)
+
+
+def _compiled(policy: Any) -> bool:
+    if importlib.util.find_spec("numba") is None:
+        return False
+    from tova.scan import stream
+
+    return stream.supports(policy)
 
 
 def bound_topk(trace: Trace, budget: int) -> float:

@@ -100,13 +100,25 @@ class Trace:
         """Per step the ``min(32, t)`` most-attended positions, most-attended first, ties to the lower position."""
         return [np.argsort(-row, kind="stable")[:_HEAVY_COUNT] for row in self.rows]
 
+    @cached_property
+    def heavy_table(self) -> np.ndarray:
+        """int64 [steps, 32]: :attr:`heavy_hitters` as a table, -1 where a step has fewer."""
+        table = np.full((len(self.rows), _HEAVY_COUNT), -1, dtype=np.int64)
+        for step, top in enumerate(self.heavy_hitters):
+            table[step, : len(top)] = top
+        return table
+
+    @cached_property
+    def flat(self) -> np.ndarray:
+        """float32: all rows one after the other."""
+        return np.concatenate(self.rows)
+
     @property
     def fnv1a32(self) -> int:
         """FNV-1a, 32 bits, over the little-endian bytes of all rows in order."""
         value = 0x811C9DC5
-        for row in self.rows:
-            for byte in row.astype("<f4").tobytes():
-                value = ((value ^ byte) * 0x01000193) & _U32
+        for byte in self.flat.astype("<f4").tobytes():
+            value = ((value ^ byte) * 0x01000193) & _U32
         return value
 
 

@@ -60,5 +60,5 @@ def select(name: str, policy: Policy, device: torch.device) -> Scan:
         if cpu.supports(policy):
             return cpu.scan
     if name == "cpu":
-        raise UsageError(f"scan=cpu needs numba, tensors on the CPU and a built-in policy, not {policy.name} on {device}")
+        raise UsageError(f"scan=cpu needs numba, CPU tensors and a built-in policy, not {policy.name} on {device}")
     return reference.scan

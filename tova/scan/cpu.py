@@ -28,18 +28,18 @@ from tova.policies import (
     Window,
 )
 
-_OLDEST, _LATEST, _SUM, _VOTES, _RING, _RANDOM = range(6)
-_MODES: dict[type[Policy], tuple[int, str | None]] = {
-    Full: (_OLDEST, None),
-    Window: (_OLDEST, None),
-    StreamingLLM: (_OLDEST, None),
-    Tova: (_LATEST, "weight"),
-    H2O: (_SUM, "sum"),
-    H2OHalf: (_SUM, "sum"),
-    Scissorhands: (_VOTES, "votes"),
-    SnapKV: (_RING, "ring"),
-    PyramidKV: (_RING, "ring"),
-    Random: (_RANDOM, None),
+OLDEST, LATEST, SUM, VOTES, RING, RANDOM = range(6)
+MODES: dict[type[Policy], tuple[int, str | None]] = {
+    Full: (OLDEST, None),
+    Window: (OLDEST, None),
+    StreamingLLM: (OLDEST, None),
+    Tova: (LATEST, "weight"),
+    H2O: (SUM, "sum"),
+    H2OHalf: (SUM, "sum"),
+    Scissorhands: (VOTES, "votes"),
+    SnapKV: (RING, "ring"),
+    PyramidKV: (RING, "ring"),
+    Random: (RANDOM, None),
 }
 
 # Sums may be reassociated and multiplied-and-added in one rounding; infinities and NaN keep their meaning.
@@ -55,7 +55,7 @@ _U32 = np.int64(0xFFFFFFFF)
 
 def supports(policy: Policy) -> bool:
     """Whether the compiled scan knows this very class (a subclass may have changed anything)."""
-    return type(policy) in _MODES
+    return type(policy) in MODES
 
 
 def scan(
@@ -64,23 +64,21 @@ def scan(
     """See :class:`tova.scan.Scan`; overwrites ``logits``."""
     rows, heads, steps, candidates = logits.shape
     logits = logits.contiguous()
-    mode, record = _MODES[type(policy)]
+    mode, record = MODES[type(policy)]
     sums = torch.empty(rows, heads, steps, 1)
     last = torch.empty(rows, candidates, dtype=torch.int64)
     # The kernel wants the candidates of a ring next to each other.
     rings = (
-        slots[record].transpose(1, 2).contiguous().numpy() if mode == _RING else np.empty((rows, 0, 0), dtype=np.float32)
+        slots["ring"].transpose(1, 2).contiguous().numpy() if mode == RING else np.empty((rows, 0, 0), dtype=np.float32)
     )
     numbers = (
         slots[record].contiguous().numpy()
-        if record is not None and mode != _RING
+        if record is not None and mode != RING
         else np.empty((rows, candidates), dtype=np.float32)
     )
     held = slots.held.contiguous().numpy().view(np.uint8)
     positions = slots.positions.contiguous().numpy()
-    steps_are_real = (
-        np.ones((rows, steps), dtype=np.bool_) if real is None else real.contiguous().numpy()
-    )
+    steps_are_real = np.ones((rows, steps), dtype=np.bool_) if real is None else real.contiguous().numpy()
     observed = slots.observed.numpy().copy()
     newest = slots.newest.numpy().copy()
     for r in range(rows):
@@ -102,22 +100,23 @@ def scan(
             policy.sinks,
             max(1, policy.recent_window),
             getattr(policy, "pool_kernel", 1),
-            _random_key(policy),
+            random_key(policy),
         )
     slots.held = torch.from_numpy(held.view(np.bool_))
     slots.observed = torch.from_numpy(observed) if policy.reads_attention else slots.observed
     slots.newest = torch.from_numpy(newest)
-    if mode == _RING:
+    if mode == RING:
         slots.records["ring"] = torch.from_numpy(rings).transpose(1, 2).contiguous()
     elif record is not None:
         slots.records[record] = torch.from_numpy(numbers)
     return logits, sums, last
 
 
-def _random_key(policy: Policy) -> int:
+def random_key(policy: Policy) -> int:
+    """The seed and layer of a ``random`` policy, mixed; 0 for others."""
     if not isinstance(policy, Random):
         return 0
-    return int(_mix.py_func((policy.seed * 0x9E3779B9 + policy.layer) & 0xFFFFFFFF))
+    return int(mix.py_func((policy.seed * 0x9E3779B9 + policy.layer) & 0xFFFFFFFF))
 
 
 @intrinsic
@@ -203,21 +202,21 @@ def _scan_row(  # type: ignore[no-untyped-def]
             for j in range(m):
                 attn[j] += row[j] * share
         # What the policy sees: the weights on what was held before the newest token joined.
-        if mode == _LATEST:
+        if mode == LATEST:
             for j in range(m - 1):
                 numbers[j] = attn[j]
             numbers[m - 1] = _F(np.nan)
-        elif mode == _SUM:
+        elif mode == SUM:
             for j in range(m - 1):
                 numbers[j] += attn[j]
             numbers[m - 1] = _F(0.0)
-        elif mode == _VOTES:
+        elif mode == VOTES:
             fair_share = 1.0 / max(count, 1)
             for j in range(m - 1):
                 if alive[j] > 0 and np.float64(attn[j]) > fair_share:
                     numbers[j] += _F(1.0)
             numbers[m - 1] = _F(0.0)
-        elif mode == _RING:
+        elif mode == RING:
             slot = ring[observed % ring.shape[0]]
             for j in range(m - 1):
                 slot[j] = attn[j]
@@ -227,15 +226,15 @@ def _scan_row(  # type: ignore[no-untyped-def]
         count += 1
         newest = positions[m - 1]
         if count >= budget + every:
-            if mode == _OLDEST:
+            if mode == OLDEST:
                 for j in range(m):
                     score[j] = np.float64(j)
-            elif mode == _RING:
+            elif mode == RING:
                 _pooled(ring, alive, m, pool, score, scratch, order)
-            elif mode == _RANDOM:
-                step = _mix((newest + key) & _U32)
+            elif mode == RANDOM:
+                step = mix((newest + key) & _U32)
                 for j in range(m):
-                    score[j] = np.float64(_mix((positions[j] + step) & _U32))
+                    score[j] = np.float64(mix((positions[j] + step) & _U32))
             else:
                 for j in range(m):
                     score[j] = np.float64(numbers[j])
@@ -293,7 +292,7 @@ def _pooled(ring, alive, m, kernel, score, total, order):  # type: ignore[no-unt
 
 
 @_strict_jit
-def _mix(z):  # type: ignore[no-untyped-def]
+def mix(z):  # type: ignore[no-untyped-def]
     """The finaliser of splitmix32, as in ``tova.policies.random``."""
     z ^= z >> 16
     z = (z * 0x21F0AAAD) & 0xFFFFFFFF

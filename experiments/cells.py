@@ -1,0 +1,223 @@
+"""A cell: one policy at one budget on one model and dataset, addressed by what determines its result."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from tova.errors import UsageError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from experiments.data import Dataset
+    from experiments.models import Model
+    from experiments.tasks import Task
+    from tova.policies import Policy
+
+FORMAT = 1
+"""Raise it when results change their meaning: older ones are then not found, instead of being mixed with new ones."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Positions a layer may keep: a number of tokens, or a share of a document's length, rounded down."""
+
+    value: int | float
+
+    @classmethod
+    def parse(cls, value: Any) -> Budget:
+        """From a configuration: an integer of at least 1, or a number strictly between 0 and 1."""
+        wanted = "an integer of tokens (budget=256), or a share below 1 of the document's length (budget=0.125)"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UsageError(f"budget={value}: must be {wanted}")
+        if value == 1 and isinstance(value, float):
+            raise UsageError(
+                f"budget={value}: a share of 1 would be the whole document, which is policy=full; one token is budget=1"
+            )
+        if isinstance(value, float) and not 0 < value < 1:
+            raise UsageError(f"budget={value}: must be {wanted}")
+        if value < 1 and isinstance(value, int):
+            raise UsageError(f"budget={value}: must be at least 1 token, or a share above 0 and below 1")
+        return cls(value)
+
+    def tokens(self, length: int) -> int:
+        """In tokens, for a document of ``length`` tokens."""
+        if isinstance(self.value, int):
+            return self.value
+        tokens = math.floor(self.value * length + 1e-9)
+        if tokens < 1:
+            raise UsageError(f"budget={self.value}: is less than one token of a document of {length} tokens")
+        return tokens
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What to run, composed and checked; nothing is loaded.
+
+    Attributes:
+        config: the resolved configuration, as it will be stored.
+        policy_class: makes the policy once the budget is known in tokens.
+        budget: None for a policy that takes none (``full``).
+    """
+
+    config: dict[str, Any]
+    task: Task
+    policy_class: type[Policy]
+    policy_parameters: dict[str, Any]
+    budget: Budget | None
+    model: Model | None
+    dataset: Dataset | None
+    device: str
+
+    def policy(self, length: int) -> Policy:
+        """The policy for a document of ``length`` tokens."""
+        if self.budget is None:
+            return self.policy_class(**self.policy_parameters)
+        return self.policy_class(budget=self.budget.tokens(length), **self.policy_parameters)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Everything that determines the result, and nothing else."""
+        policy = {"class": f"{self.policy_class.__module__}.{self.policy_class.__qualname__}", **self.policy_parameters}
+        identity: dict[str, Any] = {
+            "format": FORMAT,
+            "task": self.task.identity(),
+            "policy": policy,
+            "budget": None if self.budget is None else self.budget.value,
+        }
+        if self.model is not None:
+            identity |= {"model": self.model.identity(), "device": self.device, "evict_every": self.evict_every}
+        if self.dataset is not None:
+            identity["dataset"] = self.dataset.identity()
+        return identity
+
+    @property
+    def evict_every(self) -> int:
+        return int(self.config["evict_every"])
+
+    @cached_property
+    def id(self) -> str:
+        """The name of the cell's folder: readable first, then ten digits of the hash of its identity."""
+        digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True, default=str).encode()).hexdigest()[:10]
+        parts = [
+            self.policy_class.name,
+            "" if self.budget is None else str(self.budget),
+            *(part.label for part in (self.model, self.dataset) if part is not None),
+            digest,
+        ]
+        return "-".join(part.replace("/", "_") for part in parts if part)
+
+    @property
+    def title(self) -> str:
+        """For people: ``tova 256``."""
+        return self.policy_class.name if self.budget is None else f"{self.policy_class.name} {self.budget}"
+
+    def with_full_cache(self) -> Cell:
+        """The same task on the same data by the model that forgets nothing."""
+        from tova.policies import Full
+
+        config = {**self.config, "policy": {"_target_": "tova.policies.Full"}, "budget": None, "evict_every": 1}
+        return dataclasses.replace(self, config=config, policy_class=Full, policy_parameters={}, budget=None)
+
+
+def plan(config: DictConfig) -> Cell:
+    """The cell a composed configuration describes.
+
+    Raises:
+        UsageError: something in it cannot be; the message names the option.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    try:
+        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as e:
+        key = getattr(e, "full_key", None) or "an option"
+        raise UsageError(f"{key} has no default and must be given: {key}=...") from e
+    except OmegaConfBaseException as e:
+        raise UsageError(str(e).splitlines()[0]) from e
+    assert isinstance(resolved, dict)
+    resolved.pop("sweep", None)
+
+    task = _make(config.task, "task")
+    policy_class = _policy_class(config.policy._target_)
+    parameters = {str(k): v for k, v in resolved["policy"].items() if k != "_target_"}
+    takes_budget = any(f.name == "budget" and f.init for f in dataclasses.fields(policy_class))
+    budget = Budget.parse(resolved["budget"]) if takes_budget else None
+    every = resolved["evict_every"]
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise UsageError(f"evict_every={every}: must be an integer of at least 1")
+    if budget is None:
+        resolved |= {"budget": None, "evict_every": 1}
+    cell = Cell(
+        config=resolved,
+        task=task,
+        policy_class=policy_class,
+        policy_parameters=parameters,
+        budget=budget,
+        model=_make(config.model, "model") if task.uses_model else None,
+        dataset=_make(config.dataset, "dataset") if task.uses_model else None,
+        device=_device(resolved["device"]) if task.uses_model else "",
+    )
+    length = cell.dataset.tokens if cell.dataset is not None else task.length
+    if budget is None or isinstance(budget.value, int) or length is not None:
+        _checked_policy(cell, length or 0)
+    cell.id  # noqa: B018  # reads the data's identity: a missing file is found now
+    return cell
+
+
+def _checked_policy(cell: Cell, length: int) -> Policy:
+    try:
+        return cell.policy(length)
+    except TypeError as e:
+        known = [f.name for f in dataclasses.fields(cell.policy_class) if f.init and f.name != "budget"]
+        raise UsageError(f"policy={cell.policy_class.name}: {e}; it takes {', '.join(known) or 'no options'}") from e
+
+
+def _policy_class(target: str) -> type[Policy]:
+    from hydra.utils import get_class
+
+    from tova.policies import Policy
+
+    try:
+        found = get_class(target)
+    except Exception as e:
+        raise UsageError(f"policy._target_={target}: cannot be imported ({str(e).splitlines()[0]})") from e
+    if not issubclass(found, Policy):
+        raise UsageError(f"policy._target_={target}: is no subclass of tova.policies.Policy")
+    return found
+
+
+def _make(config: DictConfig, what: str) -> Any:
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        return instantiate(config, _convert_="all")
+    except InstantiationException as e:
+        if isinstance(e.__cause__, UsageError):
+            raise e.__cause__ from e
+        raise UsageError(f"{what}: {str(e).splitlines()[0]} ({e.__cause__})") from e
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as e:
+        raise UsageError(f"device={name}: must be auto, cpu, cuda or cuda:N") from e
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device={name}: this machine has no CUDA device; use device=cpu or device=auto")
+    return str(device)

@@ -1,0 +1,96 @@
+"""Progress of a sweep and of its cell: bars with the time left on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+
+class Progress:
+    """A sweep of ``cells`` cells, one at a time; use as a context manager."""
+
+    def __init__(self, cells: int) -> None:
+        self._cells = cells
+        self._finished = 0
+        self._started = time.monotonic()
+        self._worked = 0.0
+        self._worked_cells = 0
+        self._console = Console(stderr=True)
+        self._bars: Bars | None = None
+        if self._console.is_terminal:
+            self._bars = Bars(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[unit]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+
+    def __enter__(self) -> Self:
+        if self._bars is not None:
+            self._bars.start()
+            self._sweep = self._bars.add_task("sweep", total=self._cells, unit="cells", visible=self._cells > 1)
+            self._cell = self._bars.add_task("", total=None, unit="tokens", visible=False)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def start(self, title: str) -> None:
+        """A cell begins."""
+        self._title = title
+        self._expected, self._advanced = 0.0, 0.0
+        self._cell_started = time.monotonic()
+        if self._bars is not None:
+            self._bars.reset(self._cell, description=title, total=None, completed=0, visible=True)
+
+    def expect(self, tokens: float) -> None:
+        """The cell has this many tokens to do."""
+        self._expected += tokens
+        if self._bars is not None:
+            self._bars.update(self._cell, total=int(self._expected))
+
+    def advance(self, tokens: float) -> None:
+        """So many of them are done."""
+        self._advanced += tokens
+        if self._bars is not None:
+            self._bars.update(self._cell, completed=int(self._advanced))
+
+    def finish(self, outcome: str, worked: bool) -> None:
+        """The cell is over; ``worked`` is False if its result was there before."""
+        self._finished += 1
+        seconds = time.monotonic() - self._cell_started
+        if worked:
+            self._worked += seconds
+            self._worked_cells += 1
+        if self._bars is not None:
+            self._bars.update(self._sweep, completed=self._finished)
+            self._bars.update(self._cell, visible=False)
+        width = len(str(self._cells))
+        line = f"[{self._finished:{width}d}/{self._cells}] {self._title:<18} {outcome}"
+        if worked:
+            line += f"  ({seconds:.0f} s{self._left()})"
+        self.say(line)
+
+    def _left(self) -> str:
+        rest = self._cells - self._finished
+        if not rest or not self._worked_cells:
+            return ""
+        left = rest * self._worked / self._worked_cells
+        return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        if self._bars is not None:
+            self._bars.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=sys.stderr, flush=True)

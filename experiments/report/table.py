@@ -1,0 +1,175 @@
+"""Tables of a sweep: budgets across and policies down per measure, and every cell in a line."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FULL = "full"
+NO_LIMIT = "all"
+"""Heading of the column for a policy without a budget."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One figure of a cell: its column in the frame, its name for people, whether less is better, its digits."""
+
+    column: str
+    title: str
+    short: str
+    low: bool
+    form: str
+
+
+PERPLEXITY = Measure("perplexity", "perplexity, all tokens", "perplexity", True, ".3f")
+_MODEL = (
+    PERPLEXITY,
+    Measure("delta_nll", "loss over the full cache, nats per token, t >= k", "delta NLL", True, "+.4f"),
+    Measure("retained_mass", "retained mass, t >= k", "mass", False, ".4f"),
+    Measure("heavy_hitter_recall", "heavy-hitter recall, t >= k", "recall", False, ".4f"),
+)
+_MODEL_BESIDE = (
+    Measure("delta_nll_all_steps", "loss over the full cache, nats per token, all steps", "NLL, all", True, "+.4f"),
+    Measure("retained_mass_all_steps", "retained mass, all steps", "mass, all", False, ".4f"),
+    Measure("heavy_hitter_recall_all_steps", "heavy-hitter recall, all steps", "recall, all", False, ".4f"),
+)
+_TRACE = (
+    Measure("retained_mass_all_steps", "retained mass, all steps", "mass", False, ".6f"),
+    Measure("heavy_hitter_recall_all_steps", "heavy-hitter recall, all steps", "recall", False, ".6f"),
+)
+_TRACE_BESIDE = (
+    Measure("retained_mass", "retained mass, t >= k", "mass, t >= k", False, ".6f"),
+    Measure("heavy_hitter_recall", "heavy-hitter recall, t >= k", "recall, t >= k", False, ".6f"),
+)
+
+
+def measures(frame: pd.DataFrame, beside: bool = False) -> list[Measure]:
+    """The measures a frame has figures for; ``beside`` adds those that go beside the primary ones."""
+    trace = bool((frame["task"] == "trace").all())
+    wanted = (_TRACE, _TRACE_BESIDE) if trace else (_MODEL, _MODEL_BESIDE)
+    chosen = [*wanted[0], *(wanted[1] if beside else ())]
+    return [m for m in chosen if m.column in frame and frame[m.column].notna().any()]
+
+
+def prepared(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with a column ``at``, the budget as it was asked for, and how often it evicts in the policy's name."""
+    frame = frame.copy()
+    frame["at"] = frame["budget_requested"].astype(object).where(frame["budget_requested"].notna(), NO_LIMIT)
+    frame["at"] = [int(v) if isinstance(v, float) and v == int(v) else v for v in frame["at"]]
+    if "evict_every" in frame:
+        often = frame["evict_every"].fillna(1) == 1
+        frame["policy"] = frame["policy"].where(often, frame["policy"] + " every " + frame["evict_every"].astype(str))
+    return frame
+
+
+def groups(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Cells that may be compared, with a title: a group per task, model and dataset."""
+    out = []
+    for _, group in prepared(frame).groupby(["task", "model", "dataset"], dropna=False, sort=False):
+        first = group.iloc[0]
+        if first["task"] == "trace":
+            title = f"canonical trace, {int(first['tokens']):,} tokens"
+        else:
+            lengths = int(first["tokens"])
+            title = f"{first['model_note']}; {first['dataset']}, {_documents(first)}, {lengths:,} tokens in all"
+        out.append((title, group))
+    return out
+
+
+def _documents(row: Any) -> str:
+    return "1 document" if row["documents"] == 1 else f"{int(row['documents'])} documents"
+
+
+def pivot(group: pd.DataFrame, measure: Measure) -> pd.DataFrame:
+    """Policies down in the order they were run, ``full`` first; budgets across, ascending."""
+    table = group.pivot_table(index="policy", columns="at", values=measure.column, sort=False, aggfunc="first")
+    columns = sorted(table.columns, key=lambda v: -1.0 if v == NO_LIMIT else float(v))
+    order = sorted(table.index, key=lambda name: name != FULL)
+    return table.loc[order, columns]
+
+
+def best(table: pd.DataFrame, measure: Measure) -> pd.DataFrame:
+    """bool, shaped like ``table``: the best figure of each budget, as printed; the full cache does not compete."""
+    rivals = table.drop(index=FULL, errors="ignore")
+    marks = pd.DataFrame(False, index=table.index, columns=table.columns)
+    for column in rivals:
+        values = rivals[column].dropna()
+        if len(values) > 1:
+            top = values.min() if measure.low else values.max()
+            marks.loc[values.index, column] = [show(v, measure) == show(top, measure) for v in values]
+    return marks
+
+
+def show(value: Any, measure: Measure) -> str:
+    """A figure as printed; nothing where there is none."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    return f"{value:{measure.form}}"
+
+
+def console_table(title: str, group: pd.DataFrame) -> Table:
+    """Budgets across, policies down, a block per measure, best in bold; for a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    chosen = measures(group)
+    budgets = list(pivot(group, chosen[0]).columns)
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("budget", no_wrap=True)
+    for budget in budgets:
+        table.add_column(str(budget), justify="right", no_wrap=True)
+    for measure in chosen:
+        figures = pivot(group, measure).reindex(columns=budgets)
+        marks = best(figures, measure)
+        table.add_section()
+        table.add_row(Text(measure.title, style="italic"))
+        for policy in figures.index:
+            cells = [
+                Text(show(figures.loc[policy, b], measure), style="bold" if marks.loc[policy, b] else "")
+                for b in budgets
+            ]
+            table.add_row(f"  {policy}", *cells)
+    return table
+
+
+def long_table(group: pd.DataFrame) -> pd.DataFrame:
+    """Every cell in a line, figures as printed, primary measures first and those beside them after."""
+    rows = []
+    for _, cell in group.iterrows():
+        row = {"policy": cell["policy"], "budget": "" if cell["at"] == NO_LIMIT else str(cell["at"])}
+        row |= {m.short: show(cell[m.column], m) for m in measures(group, beside=True)}
+        row["tokens/s"] = f"{cell['tokens_per_second']:,.0f}"
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """All tables of a sweep as Markdown."""
+    parts = []
+    for title, group in groups(frame):
+        parts.append(f"## {title}\n")
+        for measure in measures(group):
+            figures = pivot(group, measure)
+            marks = best(figures, measure)
+            parts.append(f"### {measure.title}\n")
+            lines = [["policy", *(str(c) for c in figures.columns)]]
+            for policy in figures.index:
+                texts = [show(figures.loc[policy, c], measure) for c in figures.columns]
+                bold = [f"**{t}**" if marks.loc[policy, c] else t for t, c in zip(texts, figures.columns, strict=True)]
+                lines.append([str(policy), *bold])
+            parts.append(_rows(lines) + "\n")
+        every = long_table(group)
+        parts.append("### every cell\n")
+        parts.append(_rows([list(every.columns), *every.values.tolist()]) + "\n")
+    return "\n".join(parts)
+
+
+def _rows(lines: list[list[str]]) -> str:
+    rule = ["---"] + ["---:"] * (len(lines[0]) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [lines[0], rule, *lines[1:]])

@@ -1,0 +1,193 @@
+"""Runs cells: skip what is done, continue what is not, store and track what comes out."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments import tracking
+from experiments.cells import Cell
+from experiments.progress import Progress
+from experiments.store import CellFolder
+from experiments.tasks import Context, Row
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from experiments.data import Document
+    from experiments.models import Loaded
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What the cells of a process share.
+
+    Args:
+        root: where results go.
+        progress: told how far things are.
+        group: the sweep's id, W&B's group; None for a single cell.
+    """
+
+    root: Path
+    progress: Progress
+    group: str | None = None
+
+    def run(self, cell: Cell) -> Row:
+        """The cell's summary, from disk if it is done."""
+        folder = CellFolder(self.root, cell.id)
+        folder.check()
+        self.progress.start(cell.title)
+        if folder.done:
+            summary = folder.summary()
+            self.progress.finish(f"done before  {headline(summary)}", worked=False)
+            return summary
+        summary = self._measure(cell, folder)
+        self.progress.finish(headline(summary), worked=True)
+        return summary
+
+    def _measure(self, cell: Cell, folder: CellFolder) -> Row:
+        reference = self._reference(cell)
+        settings = cell.config["tracking"]
+        folder.begin(cell)
+        with tracking.track(
+            settings["mode"],
+            settings["project"],
+            self.root,
+            name=cell.title,
+            group=self.group or cell.id,
+            config={"cell": cell.id, **cell.config, "identity": cell.identity},
+        ) as tracker:
+            for row in folder.rows():
+                tracker.document(row)
+            context = Context(
+                cell=cell,
+                done=frozenset(row["document"] for row in folder.rows()),
+                load_model=functools.partial(_load_model, cell),
+                load_documents=functools.partial(_load_documents, cell),
+                reference=reference,
+                advance=self.progress.advance,
+                expect=self.progress.expect,
+            )
+            for measured, arrays in cell.task.run(context):
+                row = {**measured, **provenance(cell)}
+                folder.append(row, arrays)
+                tracker.document(row)
+            rows = sorted(folder.rows(), key=lambda r: r["index"])
+            summary = {**cell.task.summarise(rows), **_what(cell), **provenance(cell)}
+            folder.finish(summary)
+            tracker.summary(summary)
+        return summary
+
+    def _reference(self, cell: Cell) -> Callable[[int], dict[str, np.ndarray]]:
+        """Per-token figures of the full cache on the same documents, measured first if they are not there."""
+        if not cell.task.needs_reference or cell.budget is None:
+            return lambda index: {}
+        full = cell.with_full_cache()
+        folder = CellFolder(self.root, full.id)
+        folder.check()
+        if not folder.done:
+            self.progress.say("first the full cache on the same documents, to compare with")
+            self._measure(full, folder)
+        return folder.arrays
+
+
+_KEPT_LOADED: dict[str, Any] = {}
+
+
+def _load_model(cell: Cell) -> Loaded:
+    """The cell's model; one at a time is kept, for the next cell."""
+    assert cell.model is not None
+    key = f"{cell.model.identity()} {cell.device}"
+    if key not in _KEPT_LOADED:
+        _KEPT_LOADED.clear()
+        _KEPT_LOADED[key] = cell.model.load(cell.device)
+        _warm_up(_KEPT_LOADED[key])
+    loaded: Loaded = _KEPT_LOADED[key]
+    return loaded
+
+
+def _warm_up(loaded: Loaded) -> None:
+    """A few tokens through the machinery, so that the first cell's speed is not that of compiling the scan."""
+    import torch
+
+    from tova import EvictingCache, policies
+    from tova.measures import token_nll
+
+    ids = torch.arange(2, 18, device=loaded.model.device).unsqueeze(0)
+    token_nll(loaded.model, ids, EvictingCache(policies.Tova(budget=4)))
+
+
+def _load_documents(cell: Cell) -> list[Document]:
+    assert cell.dataset is not None
+    return cell.dataset.load()
+
+
+def _what(cell: Cell) -> Row:
+    """What a table must say of a cell beside its figures."""
+    return {
+        "task": cell.task.name,
+        "budget_requested": None if cell.budget is None else cell.budget.value,
+        "model": None if cell.model is None else cell.model.label,
+        "model_note": None if cell.model is None else cell.model.note,
+        "dataset": None if cell.dataset is None else cell.dataset.label,
+    }
+
+
+def provenance(cell: Cell) -> Row:
+    """Versions, git hash, model and data identity: what it takes to know where a number came from."""
+    row: Row = {"git": git_hash(), **versions()}
+    if cell.model is not None:
+        row |= {"model_identity": cell.model.identity(), "device": cell.device}
+        if cell.dataset is not None:
+            row["dataset_identity"] = cell.dataset.identity()
+    return row
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str]:
+    """Of Python and of the libraries that make the numbers."""
+    found = {"python": sys.version.split()[0]}
+    for package in ("tova", "torch", "transformers", "numba"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+@lru_cache(maxsize=1)
+def git_hash() -> str:
+    """Of the project's checkout, with ``-dirty`` if tracked files were changed; ``unknown`` outside one."""
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude", "*"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 and done.stdout.strip() else "unknown"
+
+
+def headline(summary: Row) -> str:
+    """A cell in one line."""
+    parts = []
+    for name, figure, form in (
+        ("perplexity", "perplexity", ".3f"),
+        ("delta NLL", "delta_nll", "+.4f"),
+        ("mass", "retained_mass", ".4f"),
+        ("recall", "heavy_hitter_recall", ".4f"),
+    ):
+        if isinstance(summary.get(figure), float):
+            parts.append(f"{name} {summary[figure]:{form}}")
+    return "  ".join(parts)

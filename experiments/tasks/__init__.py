@@ -1,0 +1,73 @@
+"""What can be measured in a cell; each task is named by ``_target_`` in a file of ``conf/task``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from experiments.cells import Cell
+    from experiments.data import Document
+    from experiments.models import Loaded
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a task is given to work with.
+
+    Attributes:
+        cell: what is run.
+        done: names of the documents already measured.
+        load_model: the model, loaded on first use and shared by the cells of a process.
+        load_documents: the texts, likewise.
+        reference: per-token figures of the model that forgets nothing, by a document's index.
+        advance: report progress, in tokens out of ``expect``'s.
+        expect: say how many tokens there are to do.
+    """
+
+    cell: Cell
+    done: frozenset[str]
+    load_model: Callable[[], Loaded]
+    load_documents: Callable[[], list[Document]]
+    reference: Callable[[int], dict[str, np.ndarray]]
+    advance: Callable[[float], None]
+    expect: Callable[[float], None]
+
+
+class Task(Protocol):
+    """One kind of measurement."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def uses_model(self) -> bool:
+        """False for a task that needs neither a model nor a dataset."""
+        ...
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether other policies are compared with the full cache on the same documents."""
+        ...
+
+    @property
+    def length(self) -> int | None:
+        """Tokens of its own input, if it brings one."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Everything about the task that determines a result."""
+        ...
+
+    def run(self, context: Context) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
+        """Yield a row and per-token arrays per document, as each finishes, leaving out those done."""
+        ...
+
+    def summarise(self, rows: list[Row]) -> Row:
+        """The cell's figures from its documents'."""
+        ...

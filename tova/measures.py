@@ -1,0 +1,238 @@
+"""What a run lost by forgetting: perplexity, retained mass, heavy-hitter recall, lifetimes.
+
+Steps count from a sequence's first real token. Before step k (the budget) nothing has been dropped, so averages over
+all steps dilute every comparison: the primary figures are over the *saturated* steps t >= k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tova import compat
+from tova.errors import UsageError
+from tova.observers import Seen
+from tova.replay import NEVER, PADDING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from tova.cache import EvictingCache
+
+HEAVY_HITTERS = 32
+_LOGITS_AT_ONCE = 2**27
+
+
+def token_nll(model: PreTrainedModel, ids: Tensor, cache: EvictingCache | None = None, segment: int = 0) -> Tensor:
+    """Negative log-likelihood of every token but the first, in nats, teacher-forced.
+
+    Args:
+        model: a causal language model; with an evicting cache, one switched over by :func:`tova.enable`.
+        ids: int64 [B, T], no padding. Nothing is put before it: if the model wants a BOS, it is ids[:, 0].
+        cache: an empty cache; None lets the model see everything.
+        segment: tokens per forward, so that logits of T x vocabulary never exist at once; 0 chooses. With a cache the
+            text may be fed in any pieces; without one it is a single forward.
+
+    Returns:
+        float32 [B, T - 1]; index t is the loss of token t + 1, predicted by the query at step t.
+    """
+    batch, tokens = ids.shape
+    if tokens < 2:
+        raise UsageError(f"perplexity needs at least 2 tokens, got {tokens}")
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    if cache is None:
+        segment = tokens
+    elif segment < 1:
+        segment = max(128, _LOGITS_AT_ONCE // (vocabulary * batch))
+    cached = {"use_cache": False} if cache is None else {compat.cache_argument(model): cache, "use_cache": True}
+    losses = []
+    with torch.inference_mode():
+        for begin in range(0, tokens - 1, segment):
+            end = min(begin + segment, tokens - 1)
+            logits = model(input_ids=ids[:, begin:end], **cached).logits
+            targets = ids[:, begin + 1 : end + 1].to(logits.device)
+            losses.append(_cross_entropy(logits, targets))
+    return torch.cat(losses, 1)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, rows: int = 256) -> Tensor:
+    """float32 [B, T], a few rows of logits at a time."""
+    out = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    for begin in range(0, targets.shape[1], rows):
+        piece = logits[:, begin : begin + rows].float()
+        wanted = targets[:, begin : begin + rows]
+        out[:, begin : begin + rows] = torch.nn.functional.cross_entropy(
+            piece.flatten(0, 1), wanted.flatten(), reduction="none"
+        ).view_as(wanted)
+    return out
+
+
+def perplexity(losses: Iterable[Tensor]) -> float:
+    """exp of the mean loss over all tokens of all documents: long documents weigh more."""
+    total, count = 0.0, 0
+    for loss in losses:
+        total += float(loss.double().sum())
+        count += loss.numel()
+    return math.exp(total / count) if count else float("nan")
+
+
+@dataclass(frozen=True)
+class AttentionReport:
+    """Per layer and step, how much of the attention was on what the query could see.
+
+    All arrays are [layers, B, steps] on the CPU; step t is at index t. Step 0 has no earlier positions: its mass
+    without itself is NaN and it counts in no average. So it is for padding.
+
+    Attributes:
+        mass: share of the weight on *earlier* positions that lay on visible ones, the query's own position left out
+            of both: the measure of the canonical trace, where tokens do not attend to themselves.
+        mass_with_self: share of the whole row on visible positions, the query's own among them.
+        hits: how many of the ``min(32, t)`` most-attended earlier positions were visible.
+        possible: ``min(32, t)``, or fewer where the layer has a window of its own.
+    """
+
+    mass: Tensor
+    mass_with_self: Tensor
+    hits: Tensor
+    possible: Tensor
+
+    def over(self, first_step: int, row: int = 0) -> LayerMeans:
+        """Means per layer of batch row ``row`` over the steps from ``first_step`` on."""
+        mass = self.mass[:, row, first_step:]
+        counted = ~mass.isnan()
+        count = int(counted[0].sum()) if len(counted) else 0
+        return LayerMeans(
+            steps=count,
+            retained_mass=mass.nanmean(-1).tolist(),
+            retained_mass_with_self=self.mass_with_self[:, row, first_step:]
+            .masked_fill(~counted, float("nan"))
+            .nanmean(-1)
+            .tolist(),
+            hits=self.hits[:, row, first_step:].sum(-1).tolist(),
+            possible=self.possible[:, row, first_step:].sum(-1).tolist(),
+        )
+
+
+@dataclass(frozen=True)
+class LayerMeans:
+    """Means per layer over ``steps`` steps; recall is hits over possible, pooled over steps."""
+
+    steps: int
+    retained_mass: list[float]
+    retained_mass_with_self: list[float]
+    hits: list[int]
+    possible: list[int]
+
+
+class AttentionMeasures:
+    """Observer: retained mass and heavy-hitter recall of a run, in closed loop.
+
+    For query t of layer l the row is the softmax of that run's own query over that run's own keys of all positions
+    0..t, dropped ones included, as if nothing had been forgotten, averaged over the query heads that share a kept
+    set. Where a layer has a window of its own, only positions inside it count. It costs about one more full
+    attention and keeps all keys; rows are made in blocks, never T x T.
+
+    With a kept set per key/value head the figures are averaged over sets, hits summed.
+    """
+
+    def __init__(self, block: int = 128) -> None:
+        self._block = block
+        self._keys: dict[int, Tensor] = {}
+        self._filled: dict[int, int] = {}
+        self._found: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
+
+    def see(self, seen: Seen) -> None:
+        """Measure the new queries of one layer."""
+        steps = seen.query.shape[2]
+        keys = self._append(seen.layer, seen.key)
+        found = self._found.setdefault(seen.layer, [])
+        for begin in range(0, steps, self._block):
+            end = min(begin + self._block, steps)
+            found.append(self._measure(seen, begin, end, keys[:, :, : seen.first + end]))
+
+    def _append(self, layer: int, key: Tensor) -> Tensor:
+        filled = self._filled.get(layer, 0)
+        total = filled + key.shape[2]
+        if layer not in self._keys:
+            self._keys[layer] = key.clone()
+        else:
+            stored = self._keys[layer]
+            if total > stored.shape[2]:
+                room = max(total, stored.shape[2] + stored.shape[2] // 2)
+                stored = torch.nn.functional.pad(stored[:, :, :filled], (0, 0, 0, room - filled))
+                self._keys[layer] = stored
+            stored[:, :, filled:total] = key
+        self._filled[layer] = total
+        return self._keys[layer][:, :, :total]
+
+    def _measure(self, seen: Seen, begin: int, end: int, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        device = keys.device
+        batch, heads = seen.query.shape[:2]
+        columns = keys.shape[2]
+        evicted_at = seen.evicted_at[..., :columns]
+        sets = evicted_at.shape[1]
+        steps = torch.arange(seen.first + begin, seen.first + end, device=device)
+        # [B, G, R, n]: what the model itself would let the query see, self included.
+        column = torch.arange(columns, device=device)
+        allowed = (evicted_at != PADDING).unsqueeze(2) & (column <= steps.unsqueeze(1))
+        if seen.visibility is not None:
+            everything = column.expand(batch, sets, columns)
+            allowed = allowed & seen.visibility.block(steps, everything)
+        logits = seen.attention.logits(seen.query[:, :, begin:end], keys).view(batch, sets, heads // sets, -1, columns)
+        row = logits.masked_fill_(~allowed.unsqueeze(2), float("-inf")).softmax(-1).mean(2)
+        visible = allowed & (evicted_at.unsqueeze(2) >= steps.unsqueeze(1))
+        itself = column == steps.unsqueeze(1)
+        own = row[..., seen.first + begin :].diagonal(dim1=-2, dim2=-1)
+        on_visible = (row * visible).sum(-1)
+        earlier = allowed & ~itself
+        possible = earlier.sum(-1).clamp_max(HEAVY_HITTERS)
+        hits = _hits(row.masked_fill(~earlier, -1.0), visible, possible)
+        mass = (on_visible - own) / (1.0 - own).clamp_min(torch.finfo(row.dtype).tiny)
+        mass = mass.masked_fill(possible == 0, float("nan"))
+        return mass.mean(1).cpu(), on_visible.mean(1).cpu(), hits.sum(1).cpu(), possible.sum(1).cpu()
+
+    @property
+    def report(self) -> AttentionReport:
+        """Everything measured so far."""
+        if not self._found:
+            raise UsageError("attention measures: nothing has been processed yet")
+        layers = [
+            [torch.cat(parts, 1) for parts in zip(*self._found[layer], strict=True)] for layer in sorted(self._found)
+        ]
+        return AttentionReport(*(torch.stack(arrays) for arrays in zip(*layers, strict=True)))
+
+
+def _hits(row: Tensor, visible: Tensor, wanted: Tensor) -> Tensor:
+    """int64 [...]: of the ``wanted`` largest entries of each row, ties to the lower position, how many are visible.
+
+    Entries that do not count are negative.
+    """
+    top = row.topk(min(HEAVY_HITTERS, row.shape[-1]), dim=-1).values
+    least = top.gather(-1, (wanted - 1).clamp_min(0).unsqueeze(-1))
+    above = row > least
+    tied = row == least
+    room = wanted.unsqueeze(-1) - above.sum(-1, keepdim=True)
+    chosen = above | (tied & (tied.cumsum(-1) <= room))
+    return (chosen & visible & (row >= 0)).sum(-1)
+
+
+def lifetimes(evicted_at: Tensor) -> tuple[Tensor, Tensor]:
+    """How long each token was kept: steps from its own to the last that saw it.
+
+    Args:
+        evicted_at: int64 [..., T] as :attr:`tova.EvictingCache.evicted_at` gives it.
+
+    Returns:
+        int64 [..., T], -1 for padding, and bool [..., T]: True where the token was still held at the end, so that
+        the lifetime is censored at ``T - 1 - position``.
+    """
+    tokens = evicted_at.shape[-1]
+    position = torch.arange(tokens, device=evicted_at.device)
+    censored = evicted_at == NEVER
+    last = evicted_at.masked_fill(censored, tokens - 1)
+    return torch.where(evicted_at == PADDING, -1, last - position), censored
