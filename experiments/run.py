@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
 def main() -> None:
@@ -19,17 +22,25 @@ def main() -> None:
 
     sweeper.register()
 
-    @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+    from experiments.explain import explain
+    from experiments.session import CellsFailedError, Failed
+
+    failures: list[Failed] = []
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def run(config: Any) -> Any:
         from experiments.session import run_cell
 
-        return run_cell(config)
-
-    from experiments.explain import explain
-    from experiments.session import CellsFailedError
+        try:
+            return run_cell(config)
+        except Exception as e:  # an error that reaches Hydra is printed by Hydra, in its own way
+            failures.append(Failed(e))
+            return failures[-1]
 
     try:
         run()
+        if len(failures) == 1:
+            raise failures[0].error
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
         sys.exit(130)

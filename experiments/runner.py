@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from experiments.cells import Cell
 from experiments.progress import Progress
 from experiments.store import CellFolder
 from experiments.tasks import Context, Row
+from tova.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,11 +50,23 @@ class Runner:
             summary = folder.summary()
             self.progress.finish(f"done before  {headline(summary)}", worked=False)
             return summary
+        if cell.task.uses_model:
+            # Whatever cannot be had is found before anything is written.
+            _load_documents(cell)
+            _load_model(cell)
         summary = self._measure(cell, folder)
         self.progress.finish(headline(summary), worked=True)
         return summary
 
     def _measure(self, cell: Cell, folder: CellFolder) -> Row:
+        """Run what is left of the cell; a mistake found on the way leaves no folder without a result."""
+        try:
+            return self._tracked(cell, folder)
+        except UsageError:
+            folder.forget_if_empty()
+            raise
+
+    def _tracked(self, cell: Cell, folder: CellFolder) -> Row:
         reference = self._reference(cell)
         settings = cell.config["tracking"]
         folder.begin(cell)
@@ -99,6 +113,7 @@ class Runner:
 
 
 _KEPT_LOADED: dict[str, Any] = {}
+_KEPT_DOCUMENTS: dict[str, list[Document]] = {}
 
 
 def _load_model(cell: Cell) -> Loaded:
@@ -125,8 +140,13 @@ def _warm_up(loaded: Loaded) -> None:
 
 
 def _load_documents(cell: Cell) -> list[Document]:
+    """The cell's documents; kept likewise."""
     assert cell.dataset is not None
-    return cell.dataset.load()
+    key = str(cell.dataset.identity())
+    if key not in _KEPT_DOCUMENTS:
+        _KEPT_DOCUMENTS.clear()
+        _KEPT_DOCUMENTS[key] = cell.dataset.load()
+    return _KEPT_DOCUMENTS[key]
 
 
 def _what(cell: Cell) -> Row:
@@ -188,6 +208,6 @@ def headline(summary: Row) -> str:
         ("mass", "retained_mass", ".4f"),
         ("recall", "heavy_hitter_recall", ".4f"),
     ):
-        if isinstance(summary.get(figure), float):
+        if isinstance(summary.get(figure), float) and not math.isnan(summary[figure]):
             parts.append(f"{name} {summary[figure]:{form}}")
     return "  ".join(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,13 @@ from experiments.progress import Progress
 from experiments.store import Sweep, frame
 
 _current: Progress | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What a cell returns that did not come to an end."""
+
+    error: Exception
 
 
 class CellsFailedError(Exception):
@@ -45,6 +53,8 @@ def run_cell(config: DictConfig) -> dict[str, Any]:
     with Progress(1) as progress:
         summary = Runner(root, progress, config.sweep.id).run(cell)
     if config.sweep.id is None:
+        if (description := cell.task.describe(summary)) is not None:
+            print(description)
         print(f"results in {root / cell.id}")
     return summary
 

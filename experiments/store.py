@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable
@@ -49,6 +50,11 @@ class CellFolder:
         stored = {"identity": cell.identity, "config": cell.config}
         if not (self.path / "config.yaml").exists():
             write_atomically(self.path / "config.yaml", yaml.safe_dump(stored, sort_keys=False))
+
+    def forget_if_empty(self) -> None:
+        """Remove the folder if no document was finished in it."""
+        if self.path.exists() and not (self.path / "documents.jsonl").exists():
+            shutil.rmtree(self.path)
 
     def rows(self) -> list[dict[str, Any]]:
         """One per finished document, in the order they finished."""

@@ -86,12 +86,10 @@ def _hash(ids: list[str]) -> str:
 def _raise_failures(returns: Sequence[JobReturn], titles: list[str]) -> None:
     failures = []
     for title, done in zip(titles, returns, strict=True):
-        try:
-            _ = done.return_value
-        except UsageError:
-            raise
-        except Exception as e:
-            failures.append((title, e))
+        if isinstance(done.return_value, session.Failed):
+            if isinstance(done.return_value.error, UsageError):
+                raise done.return_value.error
+            failures.append((title, done.return_value.error))
     if failures:
         for title, error in failures:
             trace = "".join(traceback.format_exception(error))

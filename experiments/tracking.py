@@ -60,7 +60,8 @@ def track(
             name=name,
             group=group,
             config=config,
-            dir=str(folder),
+            # Absolute: W&B writes from a process of its own, which may stand elsewhere.
+            dir=str(folder.resolve()),
             # A run left open by a failed cell would silently be returned with its old configuration.
             reinit="finish_previous",
             settings=settings,

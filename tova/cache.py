@@ -14,7 +14,7 @@ from tova.errors import UsageError
 from tova.observers import Observer, Seen
 from tova.policies import Policy
 from tova.replay import Attention, LayerState, replay
-from tova.scan import Scan, select
+from tova.scan import SCANS, Scan, select
 
 
 class EvictingCache(compat.Cache):
@@ -52,7 +52,8 @@ class EvictingCache(compat.Cache):
             raise UsageError("observers need the log of evictions; leave log=True")
         if chunk is not None and chunk < 1:
             raise UsageError(f"chunk must be at least 1, got {chunk}")
-        select(scan, policy, torch.device("cpu")) if scan == "reference" else None
+        if scan not in SCANS:
+            raise UsageError(f"scan must be one of {', '.join(SCANS)}, got {scan!r}")
         super().__init__(layer_class_to_replicate=self._new_layer)
         self.policy = policy
         self.evict_every = evict_every

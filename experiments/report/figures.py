@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -38,26 +39,42 @@ def figure(frame: pd.DataFrame) -> Figure:
         measure = measures(group)[0]
         table = pivot(group, measure)
         others = iter(_OTHERS * 8)
+        ceiling = _ceiling(table) if measure.low else None
         for policy in table.index:
             values = table.loc[policy].drop(labels=NO_LIMIT, errors="ignore").dropna()
             if len(values):
                 colour, marker = _LOOKS.get(str(policy)) or next(others)
-                axes.plot([float(b) for b in values.index], values, color=colour, marker=marker, label=str(policy))
+                label = str(policy)
+                if ceiling is not None and values.max() > ceiling:
+                    label += f" (to {values.max():.0f}, off the scale)"
+                axes.plot([float(b) for b in values.index], values, color=colour, marker=marker, label=label)
         if FULL in table.index:
             axes.axhline(float(table[NO_LIMIT][FULL]), color="black", linestyle="--", linewidth=1, label=FULL)
+        if ceiling is not None:
+            lowest = float(table.min().min())
+            axes.set_ylim(lowest - 0.05 * (ceiling - lowest), ceiling)
         budgets = sorted(float(b) for b in table.columns if b != NO_LIMIT)
         if budgets:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_locator(FixedLocator(budgets))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(ScalarFormatter())
-        if measure.low:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(ScalarFormatter())
-            axes.yaxis.set_minor_formatter(ScalarFormatter())
         axes.set_xlabel("budget (positions a layer may keep)")
         axes.set_ylabel(measure.title)
         axes.set_title(title, fontsize=9)
-        axes.grid(True, which="both", alpha=0.3)
+        axes.grid(True, alpha=0.3)
         axes.legend(fontsize=8)
     return drawn
+
+
+def _ceiling(table: pd.DataFrame) -> float | None:
+    """Where to cut the axis when one policy is so bad that the others could not be told apart; None if none is.
+
+    A policy is cut that is worse than all others by more than the whole distance between them.
+    """
+    worst = table.drop(index=FULL, errors="ignore").max(axis=1).dropna().sort_values()
+    lowest = float(table.min().min())
+    for better, worse in itertools.pairwise(worst):
+        if worse - lowest > 2.5 * (better - lowest) and better > lowest:
+            return float(better + 0.08 * (better - lowest))
+    return None

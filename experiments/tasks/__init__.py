@@ -71,3 +71,7 @@ class Task(Protocol):
     def summarise(self, rows: list[Row]) -> Row:
         """The cell's figures from its documents'."""
         ...
+
+    def describe(self, summary: Row) -> str | None:
+        """A table of its own for a single cell; None if the one line the runner prints says it all."""
+        ...

@@ -134,6 +134,9 @@ class Perplexity:
                 summary[f"heavy_hitter_recall{suffix}"] = _ratio(hits, possible)
         return summary
 
+    def describe(self, summary: Row) -> str | None:
+        return None
+
 
 def encode(loaded: Loaded, text: str, tokens: int | None, name: str) -> torch.Tensor:
     """int64 [T]: the text's first ``tokens`` tokens, with a BOS if the tokenizer puts one."""

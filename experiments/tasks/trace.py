@@ -64,6 +64,9 @@ class TraceTask:
     def summarise(self, rows: list[Row]) -> Row:
         return {k: v for k, v in rows[0].items() if k not in ("index", "document")}
 
+    def describe(self, summary: Row) -> str | None:
+        return None
+
 
 @lru_cache(maxsize=1)
 def canonical(seed: int, tokens: int) -> Any:

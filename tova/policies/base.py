@@ -68,6 +68,8 @@ class Policy:
     name: ClassVar[str] = ""
     reads_attention: ClassVar[bool] = True
     """False for a policy that ignores attention: its ``observe`` is never called."""
+    least_recent_window: ClassVar[int] = 0
+    """1 for a policy that makes no sense without a recent window."""
 
     budget: int = 512
     sinks: int = 0
@@ -76,7 +78,7 @@ class Policy:
     def __post_init__(self) -> None:
         self.require("budget", at_least=1)
         self.require("sinks", at_least=0, below=self.budget)
-        self.require("recent_window", at_least=0, below=self.budget)
+        self.require("recent_window", at_least=self.least_recent_window, below=self.budget)
         if self.sinks + self.recent_window > self.budget:
             raise UsageError(
                 f"{self.name}: sinks={self.sinks} and recent_window={self.recent_window} together protect more than "

@@ -22,6 +22,8 @@ class Full(Policy):
     reads_attention: ClassVar[bool] = False
 
     budget: int = field(default=UNBOUNDED, init=False)
+    sinks: int = field(default=0, init=False)
+    recent_window: int = field(default=0, init=False)
 
     def score(self, slots: Slots) -> Tensor:
         return slots.positions.double()

@@ -29,12 +29,9 @@ class Scissorhands(Policy):
     """
 
     name: ClassVar[str] = "scissorhands"
+    least_recent_window: ClassVar[int] = 1
 
     recent_window: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("recent_window", at_least=1, below=self.budget)
 
     def records(self) -> dict[str, Record]:
         return {"votes": Record()}

@@ -32,6 +32,7 @@ class SnapKV(Policy):
     """
 
     name: ClassVar[str] = "snapkv"
+    least_recent_window: ClassVar[int] = 1
 
     recent_window: int = 32
     obs_window: int = 16
@@ -39,7 +40,6 @@ class SnapKV(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("recent_window", at_least=1, below=self.budget)
         self.require("obs_window", at_least=1)
         self.require("pool_kernel", at_least=1)
         if self.pool_kernel % 2 == 0:

@@ -1,0 +1,32 @@
+"""What all tests share: no network but the package index, two threads, small models and the packaged one."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["WANDB_SILENT"] = "true"
+for variable in ("WANDB_MODE", "WANDB_DIR", "WANDB_PROJECT", "WANDB_API_KEY"):
+    os.environ.pop(variable, None)
+
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The packaged model, float32 on the CPU, switched to the evicting attention."""
+    from experiments.models import SmolLM2
+
+    return SmolLM2().load("cpu")
+
+
+@pytest.fixture(scope="session")
+def books():
+    """The packaged texts by title."""
+    from experiments.data import Books
+
+    return {document.name: document.text for document in Books().load()}

@@ -1,0 +1,83 @@
+"""Every configuration composes, says what its options mean, and describes a cell that can be planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from experiments import sweeper
+from experiments.cells import Budget, plan
+from tova import UsageError
+
+CONF = Path(__file__).parent.parent / "conf"
+FILES = sorted(p.relative_to(CONF) for p in CONF.rglob("*.yaml"))
+GIVEN = {
+    "model/hub": [f"model.name={Path(__file__).parent / 'no_such_model'}"],
+    "dataset/text": [f"dataset.path={__file__}"],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hydra():
+    sweeper.register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_composes(file: Path) -> None:
+    group, name = file.parent.as_posix(), file.stem
+    words = [] if group == "." else [f"{group}={name}"]
+    config = compose("config", [*words, *GIVEN.get(f"{group}/{name}", [])])
+    if file == Path("model/hub.yaml"):
+        with pytest.raises(UsageError, match="there is no such folder"):
+            plan(config)
+        return
+    cell = plan(config)
+    assert cell.id == plan(config).id
+    if group == "policy":
+        assert cell.policy_class.name == name
+    if group == "model":
+        assert cell.model is not None
+        assert cell.model.label == name
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_is_documented(file: Path) -> None:
+    """A comment at the top, and one for every option that is not plain from the top one."""
+    lines = (CONF / file).read_text().splitlines()
+    assert lines[0].startswith("#")
+    content = [line for line in lines if not line.startswith("# @package")]
+    assert content[0].startswith("# "), "says first what it is"
+    options = yaml.safe_load("\n".join(lines)) or {}
+    explained = sum(line.lstrip().startswith("#") for line in lines)
+    if file.parent.name in ("policy", "dataset", "task"):
+        own = [k for k in options if k not in ("_target_", "name", "path", "split", "revision", "seed")]
+        assert explained >= len(own)
+
+
+def test_what_determines_the_result_decides_the_address() -> None:
+    def cell(*words: str) -> str:
+        return plan(compose("config", ["model=random_llama", *words])).id
+
+    base = cell()
+    same = ["results_dir=elsewhere", "tracking.mode=disabled", "task.batch_size=2", "task.chunk=64", "sweep.name=x"]
+    for word in same:
+        assert cell(word) == base, word
+    other = ["policy=h2o", "budget=128", "model.seed=1", "model.dtype=bfloat16", "dataset.tokens=100"]
+    other += ["dataset.documents=1", "task.measures=false", "evict_every=4", "policy=window"]
+    found = {word: cell(word) for word in other}
+    assert len({base, *found.values()}) == len(other) + 1
+    assert cell("policy=full") == cell("policy=full", "budget=64") == cell("policy=full", "evict_every=4")
+    assert cell("policy=h2o", "policy.recent_window=16") != found["policy=h2o"]
+
+
+@pytest.mark.parametrize(
+    ("value", "length", "tokens"),
+    [(256, 2048, 256), (0.125, 2048, 256), (0.1, 2050, 205), (0.3, 10, 3), (0.999, 1000, 999), (1, 5, 1)],
+)
+def test_budgets_in_tokens(value: float, length: int, tokens: int) -> None:
+    assert Budget.parse(value).tokens(length) == tokens

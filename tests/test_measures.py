@@ -1,0 +1,149 @@
+"""Measures against naive loops over plain rows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from models import forward, tiny, tokens
+
+import tova
+from tova import EvictingCache, UsageError, policies
+from tova.measures import AttentionMeasures, lifetimes, perplexity, token_nll
+from tova.replay import NEVER
+
+
+def eager_rows(model, ids, cache):
+    """Full softmax rows [layers, B, H, T, T] of the run with ``cache``, from its own hidden states.
+
+    Written without the library's attention: hooks take the queries and keys each layer's attention was given.
+    """
+    rows = []
+    original = tova.attention.attend
+    from transformers import AttentionInterface
+
+    def spy(module, query, key, value, mask, **kwargs):
+        k = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        logits = query.double() @ k.double().transpose(-1, -2) * kwargs["scaling"]
+        steps = query.shape[2]
+        rows.append(logits.masked_fill(torch.ones(steps, steps).triu(1).bool(), -torch.inf).softmax(-1))
+        return original(module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register(tova.attention.NAME, spy)
+    try:
+        forward(model, ids, cache)
+    finally:
+        AttentionInterface.register(tova.attention.NAME, original)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("policy", ["tova", "window", "full"])
+def test_mass_and_recall_against_a_naive_loop(policy: str) -> None:
+    model = tiny("llama")
+    ids = tokens(2, 90)
+    made = policies.make(policy) if policy == "full" else policies.make(policy, budget=24)
+    rows = eager_rows(model, ids, EvictingCache(made)).mean(2)
+    measures = AttentionMeasures(block=32)
+    cache = EvictingCache(made, observers=[measures])
+    forward(model, ids[:, :40], cache)
+    forward(model, ids[:, 40:41], cache)
+    forward(model, ids[:, 41:], cache)
+    report = measures.report
+    log = cache.evicted_at
+    for layer in range(3):
+        for b in range(2):
+            for t in range(90):
+                row = rows[layer, b, t]
+                seen = [j for j in range(t + 1) if log[layer, b, j] >= t]
+                with_self = sum(float(row[j]) for j in seen)
+                assert float(report.mass_with_self[layer, b, t]) == pytest.approx(with_self, abs=1e-5)
+                earlier = sorted(range(t), key=lambda j: (-float(row[j]), j))[:32]
+                assert int(report.possible[layer, b, t]) == len(earlier)
+                assert int(report.hits[layer, b, t]) == len(set(earlier) & set(seen))
+                if t:
+                    mass = sum(float(row[j]) for j in seen if j < t) / float(row[:t].sum())
+                    assert float(report.mass[layer, b, t]) == pytest.approx(mass, abs=1e-5)
+    if policy == "full":
+        assert report.over(0).hits == report.over(0).possible
+        assert report.over(0).retained_mass == pytest.approx([1.0] * 3, abs=1e-6)
+
+
+def test_averages_over_saturated_steps() -> None:
+    model = tiny("llama")
+    measures = AttentionMeasures()
+    forward(model, tokens(1, 90), EvictingCache(policies.make("tova", budget=24), observers=[measures]))
+    report = measures.report
+    late, all_steps = report.over(24), report.over(0)
+    assert late.steps == 66
+    assert all_steps.steps == 89
+    assert late.retained_mass[0] == pytest.approx(float(report.mass[0, 0, 24:].mean()), abs=1e-6)
+    assert (report.mass[:, :, 1:24] > 1 - 1e-5).all()
+    assert all(a < b for a, b in zip(late.retained_mass, all_steps.retained_mass, strict=True))
+    assert sum(late.hits) == int(report.hits[:, 0, 24:].sum())
+
+
+def test_padding_and_own_windows_count_in_nothing() -> None:
+    """A padded row measures what it measures alone; a layer's own window is no loss of the policy's."""
+    model = tiny("mistral")
+    ids = tokens(2, 90)
+    both = AttentionMeasures()
+    forward(model, ids, EvictingCache(policies.make("tova", budget=24), observers=[both]), padding=[0, 13])
+    alone = AttentionMeasures()
+    forward(model, ids[1:, 13:], EvictingCache(policies.make("tova", budget=24), observers=[alone]))
+    assert (both.report.hits[:, 1, 13:] == alone.report.hits[:, 0]).all()
+    assert torch.allclose(both.report.mass[:, 1, 14:], alone.report.mass[:, 0, 1:], atol=1e-5)
+    full = AttentionMeasures()
+    forward(model, ids, EvictingCache(policies.make("full"), observers=[full]))
+    assert (full.report.hits == full.report.possible).all()
+    assert torch.allclose(full.report.mass_with_self, torch.ones(()), atol=1e-5)
+
+
+def test_ties_in_recall_go_to_the_lower_position() -> None:
+    from tova.measures import _hits
+
+    row = torch.full((1, 40), 0.02)
+    row[0, 35] = 0.5
+    visible = torch.zeros(1, 40, dtype=torch.bool)
+    visible[0, :31] = True
+    assert int(_hits(row, visible, torch.tensor([32]))) == 31
+    visible[0, 35] = True
+    assert int(_hits(row, visible, torch.tensor([32]))) == 32
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_losses_in_pieces(name: str) -> None:
+    model = tiny(name)
+    ids = tokens(2, 90)
+    made = policies.make("tova", budget=24)
+    whole = token_nll(model, ids, EvictingCache(made))
+    pieces = token_nll(model, ids, EvictingCache(made), segment=17)
+    assert whole.shape == (2, 89)
+    assert (whole - pieces).abs().max() < 1e-4
+    logits = forward(model, ids, EvictingCache(made)).double()
+    expected = -logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    assert (whole - expected).abs().max() < 1e-4
+    assert (token_nll(model, ids) - token_nll(model, ids, EvictingCache(policies.make("full")))).abs().max() < 1e-4
+
+
+def test_perplexity_weighs_tokens() -> None:
+    losses = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5])]
+    assert perplexity(losses) == pytest.approx(math.exp(6.5 / 4))
+    uniform = torch.full((5,), math.log(300.0))
+    assert perplexity([uniform]) == pytest.approx(300.0, rel=1e-6)
+
+
+def test_lifetimes() -> None:
+    log = torch.tensor([[-1, 3, NEVER, 3]])
+    life, censored = lifetimes(log)
+    assert life.tolist() == [[-1, 2, 1, 0]]
+    assert censored.tolist() == [[False, False, True, False]]
+
+
+def test_refusals() -> None:
+    with pytest.raises(UsageError, match="observers need the log"):
+        EvictingCache(policies.make("tova"), observers=[AttentionMeasures()], log=False)
+    with pytest.raises(UsageError, match="nothing has been processed yet"):
+        _ = AttentionMeasures().report
+    with pytest.raises(UsageError, match="needs at least 2 tokens, got 1"):
+        token_nll(tiny("llama"), tokens(1, 1))

@@ -1,0 +1,403 @@
+"""The runner as a user meets it: one cell, sweeps, continuing, tracking, and every mistake in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import experiments
+from experiments import run as entry
+from experiments.store import CellFolder, find_sweep
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 12
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """An empty working directory with two texts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(TEXT)
+    (tmp_path / "texts" / "b.txt").write_text(TEXT[::-1])
+    return tmp_path
+
+
+def command(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of ``python -m experiments.run``."""
+    monkeypatch.setattr(sys, "argv", ["experiments.run", *words])
+    code = 0
+    try:
+        entry.main()
+    except SystemExit as e:
+        code = int(e.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+TINY = ["model=random_llama", "dataset=text", "dataset.path=texts", "dataset.tokens=120", "tracking.mode=disabled"]
+
+
+def left_behind(place: Path) -> list[str]:
+    return sorted(str(p.relative_to(place)) for p in place.rglob("*") if "texts" not in p.parts)
+
+
+def test_one_cell(place, monkeypatch, capsys) -> None:
+    code, out, err = command(monkeypatch, capsys, *TINY, "policy=tova", "budget=32")
+    assert code == 0, err
+    (full, tova) = sorted(p for p in (place / "results/runs").iterdir())
+    assert full.name.startswith("full-random_llama-texts-")
+    assert tova.name.startswith("tova-32-random_llama-texts-")
+    assert str(tova.relative_to(place)) in out
+    assert "perplexity" in err
+    rows = CellFolder(place / "results/runs", tova.name).rows()
+    assert [row["document"] for row in rows] == ["a", "b"]
+    for row in rows:
+        assert row["tokens"] == 120
+        assert row["budget"] == 32
+        assert row["steps"] == 119
+        assert row["saturated_steps"] == 119 - 32
+        assert row["held_mean"] == 32
+        assert row["seconds"] > 0
+        assert row["tokens_per_second"] == pytest.approx(120 / row["seconds"])
+        assert {"git", "torch", "transformers", "python", "model_identity", "dataset_identity"} <= row.keys()
+        assert len(row["layers"]["retained_mass"]) == 2
+
+
+def test_figures_of_a_cell_are_those_of_the_library(place, monkeypatch, capsys) -> None:
+    """The stored numbers, computed once more with the library alone."""
+    from experiments.models import RandomLlama
+    from tova import EvictingCache, policies
+    from tova.measures import AttentionMeasures, token_nll
+
+    command(monkeypatch, capsys, *TINY, "policy=h2o_half", "budget=0.25")
+    (cell,) = [p for p in (place / "results/runs").iterdir() if p.name.startswith("h2o_half")]
+    folder = CellFolder(place / "results/runs", cell.name)
+    summary, rows = folder.summary(), folder.rows()
+    loaded = RandomLlama().load("cpu")
+    losses, full, masses, hits, possible = [], [], [], np.zeros(2), np.zeros(2)
+    for row, text in zip(rows, (TEXT, TEXT[::-1]), strict=True):
+        ids = torch.tensor([loaded.tokenizer(text)["input_ids"][:120]])
+        measures = AttentionMeasures()
+        cache = EvictingCache(policies.make("h2o_half", budget=30), observers=[measures])
+        nll = token_nll(loaded.model, ids, cache)[0].double()
+        reference = token_nll(loaded.model, ids)[0].double()
+        assert np.allclose(folder.arrays(row["index"])["nll"], nll, atol=1e-5)
+        losses.append(nll)
+        full.append(reference)
+        means = measures.report.over(30)
+        masses.append(np.mean(means.retained_mass))
+        hits += means.hits
+        possible += means.possible
+    assert summary["budget"] == 30
+    assert summary["budget_requested"] == 0.25
+    assert summary["perplexity"] == pytest.approx(float(torch.cat(losses).mean().exp()), rel=1e-5)
+    late = torch.cat([a[30:] - b[30:] for a, b in zip(losses, full, strict=True)])
+    assert summary["delta_nll"] == pytest.approx(float(late.mean()), abs=1e-5)
+    assert summary["retained_mass"] == pytest.approx(np.mean(masses), abs=1e-5)
+    assert summary["heavy_hitter_recall"] == pytest.approx(np.mean(hits / possible), abs=1e-9)
+
+
+def test_a_sweep_and_its_frame(place, monkeypatch, capsys) -> None:
+    words = ["-m", *TINY, "policy=tova,h2o_half", "budget=16,32", "dataset.documents=1"]
+    code, out, err = command(monkeypatch, capsys, *words)
+    assert code == 0, err
+    frame = experiments.frame()
+    assert isinstance(frame, pd.DataFrame)
+    assert list(zip(frame["policy"], frame["budget"], strict=True)) == [
+        ("tova", 16), ("tova", 32), ("h2o_half", 16), ("h2o_half", 32),
+    ]  # fmt: skip
+    assert frame["perplexity"].notna().all()
+    assert len(experiments.documents()) == 4
+    sweep = find_sweep("sweep")
+    assert {p.name for p in sweep.path.iterdir()} == {"cells.json", "cells.csv", "table.md", "figure.png"}
+    for row in frame.itertuples():
+        assert f"{row.perplexity:.3f}" in out
+        assert f"{row.perplexity:.3f}" in (sweep.path / "table.md").read_text()
+    assert str(sweep.path / "figure.png") in out.replace("\n", "")
+    # Once more: nothing is run again, and the same four come back.
+    stamps = {p: p.stat().st_mtime_ns for p in (place / "results/runs").rglob("summary.json")}
+    code, _, err = command(monkeypatch, capsys, *words)
+    assert code == 0
+    assert err.count("done before") == 4
+    assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
+    assert len(experiments.frame()) == 4
+
+
+def test_full_is_one_cell_whatever_the_budgets(place, monkeypatch, capsys) -> None:
+    code, out, err = command(monkeypatch, capsys, "-m", *TINY, "policy=full,window", "budget=16,32,64")
+    assert code == 0, err
+    frame = experiments.frame()
+    assert list(frame["policy"]) == ["full", "window", "window", "window"]
+    assert frame["budget"].isna().tolist() == [True, False, False, False]
+    full = frame.iloc[0]
+    assert (full["delta_nll"], full["heavy_hitter_recall"]) == (0.0, 1.0)
+    assert "every cell (4)" in out
+
+
+def test_an_unfinished_cell_continues(place, monkeypatch, capsys) -> None:
+    command(monkeypatch, capsys, *TINY, "policy=tova", "budget=32")
+    (cell,) = [p for p in (place / "results/runs").iterdir() if p.name.startswith("tova")]
+    (cell / "summary.json").unlink()
+    lines = (cell / "documents.jsonl").read_text().splitlines()
+    changed = json.loads(lines[0]) | {"seconds": 123.0}
+    (cell / "documents.jsonl").write_text(json.dumps(changed) + "\n")
+    code, _, err = command(monkeypatch, capsys, *TINY, "policy=tova", "budget=32")
+    assert code == 0, err
+    rows = CellFolder(place / "results/runs", cell.name).rows()
+    assert [row["document"] for row in rows] == ["a", "b"]
+    assert rows[0]["seconds"] == 123.0  # the first document was not read again
+    again = json.loads(lines[1])
+    for figure in ("nll", "delta_nll", "retained_mass", "heavy_hitter_recall"):
+        assert rows[1][figure] == pytest.approx(again[figure], abs=1e-9)
+
+
+def test_batches_give_the_same_figures(place, monkeypatch, capsys) -> None:
+    """batch_size does not decide the address, so the rows of one run can be held against the other's."""
+    command(monkeypatch, capsys, *TINY, "policy=tova", "budget=32")
+    one = experiments_rows(place, "tova")
+    shutil.rmtree(place / "results")
+    command(monkeypatch, capsys, *TINY, "policy=tova", "budget=32", "task.batch_size=2", "task.chunk=17")
+    both = experiments_rows(place, "tova")
+    for a, b in zip(one, both, strict=True):
+        for figure in ("nll", "delta_nll", "retained_mass", "retained_mass_with_self", "heavy_hitter_recall"):
+            assert a[figure] == pytest.approx(b[figure], abs=1e-5)
+
+
+def experiments_rows(place: Path, policy: str) -> list[dict]:
+    (cell,) = [p for p in (place / "results/runs").iterdir() if p.name.startswith(policy)]
+    return CellFolder(place / "results/runs", cell.name).rows()
+
+
+def test_measures_can_be_switched_off(place, monkeypatch, capsys) -> None:
+    code, _, err = command(monkeypatch, capsys, *TINY, "policy=tova", "budget=32", "task.measures=false")
+    assert code == 0, err
+    assert "retained_mass" not in experiments_rows(place, "tova")[0]
+
+
+def test_canonical_trace_experiment(place, monkeypatch, capsys) -> None:
+    """21 rows, figure for figure those the trace's own tests pin."""
+    from test_trace import BUDGETS, PUBLISHED
+
+    code, out, err = command(monkeypatch, capsys, "experiment=canonical_trace", "tracking.mode=disabled")
+    assert code == 0, err
+    frame = experiments.frame("canonical_trace")
+    assert len(frame) == 21
+    for policy, figures in PUBLISHED.items():
+        for budget, (mass, recall) in zip(BUDGETS, figures, strict=True):
+            (row,) = frame[(frame["policy"] == policy) & (frame["budget"] == budget)].to_dict("records")
+            assert f"{row['retained_mass_all_steps']:.6f}" == f"{mass:.6f}"
+            assert f"{row['heavy_hitter_recall_all_steps']:.6f}" == f"{recall:.6f}"
+            assert [f"{mass:.6f}", f"{recall:.6f}"] in [line.split()[2:4] for line in out.splitlines()]
+
+
+MISTAKES = {
+    "budget 1.0": (["budget=1.0"], "budget=1.0: a share of 1 would be the whole document, which is policy=full"),
+    "budget 0": (["budget=0"], "budget=0: must be at least 1 token"),
+    "budget -0.5": (["budget=-0.5"], "budget=-0.5: must be an integer of tokens"),
+    "budget 1.5": (["budget=1.5"], "budget=1.5: must be an integer of tokens"),
+    "budget word": (["budget=many"], "budget=many: must be an integer of tokens"),
+    "tiny share": (["budget=0.001"], "budget=0.001: is less than one token of a document of 120 tokens"),
+    "window beyond budget": (["policy=h2o", "budget=16"], "h2o: recent_window must be at least 1 and below 16"),
+    "policy": (["policy=tovaa"], "policy=tovaa: there is no such policy (did you mean tova?); there are full, h2o,"),
+    "model": (["model=gpt5"], "model=gpt5: there is no such model"),
+    "dataset": (["dataset=boks"], "dataset=boks: there is no such dataset (did you mean books?); there are books,"),
+    "experiment": (["experiment=quickstrat"], "there is no such experiment (did you mean quickstart?)"),
+    "option": (["buget=3"], "buget: there is no such option (did you mean budget?); the options are budget, dataset,"),
+    "group option": (["dataset.token=3"], "dataset.token: there is no such option (did you mean tokens?)"),
+    "policy option": (["policy=h2o", "policy.recent_windw=3"], "policy.recent_windw: there is no such option"),
+    "path": (["dataset.path=nowhere.txt"], "dataset.path=nowhere.txt: there is no such file or folder"),
+    "no path": (["dataset.path=???"], "dataset.path has no default and must be given"),
+    "tokens": (["dataset.tokens=1"], "dataset.tokens must be an integer of at least 2, or null for all, got 1"),
+    "dtype": (["model.dtype=float8"], "model.dtype must be one of float32, bfloat16, float16, got 'float8'"),
+    "device": (["device=gpu"], "device=gpu: must be auto, cpu, cuda or cuda:N"),
+    "tracking": (["tracking.mode=on"], "tracking.mode=on: must be one of offline, online, disabled"),
+    "hub": (["model=hub", "model.name=nobody/nothing"], "model.name=nobody/nothing is not on this machine"),
+    "folder": (["model=hub", "model.name=./nowhere"], "model.name=./nowhere: there is no such folder"),
+    "hub without name": (["model=hub"], "model.name has no default and must be given"),
+    "target": (["policy._target_=nowhere.Mine"], "policy._target_=nowhere.Mine: cannot be imported"),
+    "no policy": (["policy._target_=builtins.dict"], "is no subclass of tova.policies.Policy"),
+    "evict_every": (["evict_every=0"], "evict_every=0: must be an integer of at least 1"),
+    "sweep without -m": (["budget=16,32"], "several values make a sweep; add -m"),
+    "override": (["budget"], "budget: is no valid override; write option=value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_mistake_one_sentence(place, monkeypatch, capsys, mistake: str) -> None:
+    """Exit code 2, the option named, and nothing left behind; alone and as one cell of a sweep."""
+    words, says = MISTAKES[mistake]
+    code, out, err = command(monkeypatch, capsys, *TINY, *words)
+    assert code == 2, (out, err)
+    assert err.startswith("error: ")
+    assert len(err.strip().splitlines()) == 1, err
+    assert says in err
+    assert left_behind(place) == []
+
+
+def test_one_bad_value_of_a_sweep_stops_it_before_it_starts(place, monkeypatch, capsys) -> None:
+    code, _, err = command(monkeypatch, capsys, "-m", *TINY, "policy=tova", "budget=16,32,1.0")
+    assert code == 2
+    assert "budget=1.0" in err
+    assert left_behind(place) == []
+
+
+@pytest.mark.parametrize("file", ["documents.jsonl", "summary.json", "config.yaml", "arrays/0000.npz"])
+def test_a_corrupt_file_is_named(place, monkeypatch, capsys, file: str) -> None:
+    command(monkeypatch, capsys, *TINY, "policy=tova", "budget=32")
+    (cell,) = [p for p in (place / "results/runs").iterdir() if p.name.startswith("tova")]
+    (cell / file).write_text("}{ not what it should be")
+    before = left_behind(place)
+    code, _, err = command(monkeypatch, capsys, *TINY, "policy=tova", "budget=32")
+    assert code == 2
+    assert file in err
+    assert f"delete the folder results/runs/{cell.name} and run the same command again" in err
+    assert left_behind(place) == before
+
+
+def test_a_failing_cell_does_not_stop_the_others(place, monkeypatch, capsys) -> None:
+    """Exit code 1 and the traceback; the next run tries it again."""
+    from experiments.tasks.perplexity import Perplexity
+
+    original = Perplexity._measure
+
+    def breaks(self, context, loaded, ids):
+        if context.cell.budget is not None and context.cell.budget.value == 16:
+            raise RuntimeError("out of luck")
+        return original(self, context, loaded, ids)
+
+    monkeypatch.setattr(Perplexity, "_measure", breaks)
+    code, out, err = command(monkeypatch, capsys, "-m", *TINY, "policy=tova", "budget=16,32")
+    assert code == 1
+    assert "out of luck" in out + err
+    assert "1 of 2 cells failed: tova 16" in err
+    assert len(experiments.frame()) == 1
+    monkeypatch.setattr(Perplexity, "_measure", original)
+    code, _, err = command(monkeypatch, capsys, "-m", *TINY, "policy=tova", "budget=16,32")
+    assert code == 0
+    assert len(experiments.frame()) == 2
+
+
+def offline_runs(folder: Path) -> list[dict]:
+    """What the logs of offline W&B runs say: LevelDB-style blocks of protobuf records."""
+    from wandb.proto import wandb_internal_pb2
+
+    runs = []
+    for path in sorted(folder.glob("offline-run-*/*.wandb")):
+        data = path.read_bytes()
+        assert data[:4] == b":W&B"
+        run: dict = {"history": [], "config": {}, "summary": {}, "exit": None}
+        position, pending = 7, b""
+        while position + 7 <= len(data):
+            if (left := 32768 - position % 32768) < 7:
+                position += left
+                continue
+            _, size, kind = struct.unpack("<IHB", data[position : position + 7])
+            if (size, kind) == (0, 0):
+                break
+            pending += data[position + 7 : position + 7 + size]
+            position += 7 + size
+            if kind in (2, 3):  # first or middle piece of a record
+                continue
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(pending)
+            pending = b""
+            kind_of = record.WhichOneof("record_type")
+            if kind_of == "run":
+                run |= {"group": record.run.run_group, "name": record.run.display_name, "project": record.run.project}
+                run["config"] |= {i.key: json.loads(i.value_json) for i in record.run.config.update}
+            elif kind_of == "config":
+                run["config"] |= {i.key: json.loads(i.value_json) for i in record.config.update}
+            elif kind_of == "history":
+                items = record.history.item
+                run["history"].append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items})
+            elif kind_of == "summary":
+                items = record.summary.update
+                run["summary"] |= {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
+            elif kind_of == "exit":
+                run["exit"] = record.exit.exit_code
+        runs.append(run)
+    return runs
+
+
+def test_tracking_offline_holds_the_same_numbers(place, monkeypatch, capsys) -> None:
+    words = [w for w in TINY if not w.startswith("tracking")]
+    code, out, err = command(monkeypatch, capsys, "-m", *words, "policy=full,tova", "budget=32")
+    assert code == 0, err
+    assert "wandb" not in err.lower()
+    assert "leet results/runs/wandb" in out
+    runs = {run["name"]: run for run in offline_runs(place / "results/runs/wandb")}
+    assert set(runs) == {"full", "tova 32"}
+    frame = experiments.frame().set_index("policy")
+    documents = experiments.documents()
+    for name, policy in (("full", "full"), ("tova 32", "tova")):
+        run = runs[name]
+        assert run["exit"] == 0
+        assert run["group"] == find_sweep().id
+        assert run["config"]["cell"] == frame.loc[policy, "cell"]
+        assert run["config"]["dataset"]["tokens"] == 120
+        for figure in ("perplexity", "delta_nll", "retained_mass", "heavy_hitter_recall"):
+            assert run["summary"][figure] == pytest.approx(frame.loc[policy, figure], abs=1e-12)
+        rows = documents[documents["policy"] == policy].to_dict("records")
+        assert len(run["history"]) == len(rows) == 2
+        for logged, row in zip(run["history"], rows, strict=True):
+            for figure in ("nll", "retained_mass", "tokens_per_second"):
+                assert logged[f"document/{figure}"] == pytest.approx(row[figure], abs=1e-12)
+
+
+def test_tracking_marks_failures(place, monkeypatch, capsys) -> None:
+    from experiments.tasks.perplexity import Perplexity
+
+    def breaks(self, rows):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(Perplexity, "summarise", breaks)
+    words = [w for w in TINY if not w.startswith("tracking")]
+    with pytest.raises(RuntimeError, match="out of luck"):
+        command(monkeypatch, capsys, *words, "policy=full")
+    (run,) = offline_runs(place / "results/runs/wandb")
+    assert run["exit"] == 1
+    assert len(run["history"]) == 2
+
+
+def test_help_is_quick_and_names_the_choices(place) -> None:
+    """No heavy library is imported to print it."""
+    script = (
+        "import sys\nsys.argv = ['experiments.run', '--help']\nfrom experiments import run\n"
+        "try:\n    run.main()\nexcept SystemExit:\n    pass\n"
+        "heavy = [m for m in ('torch', 'transformers', 'datasets', 'wandb', 'pandas', 'numba') if m in sys.modules]\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for choice in ("full, h2o, h2o_half,", "books, pg19, text", "canonical_trace, quickstart"):
+        assert choice in done.stdout
+
+
+def test_a_hub_that_cannot_be_reached_costs_seconds(place) -> None:
+    """With the network allowed but nobody there: the real wait, in a process of its own."""
+    import os
+    import time
+
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(place / "hf")}
+    environment.pop("HF_HUB_OFFLINE")
+    started = time.monotonic()
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "experiments.run", "model=hub", "model.name=org/model", "dataset=text",
+            "dataset.path=texts", "tracking.mode=disabled", "policy=full",
+        ],
+        capture_output=True, text=True, timeout=120, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "model.name=org/model is not on this machine and the hub cannot be reached" in last
+    assert time.monotonic() - started < 30
