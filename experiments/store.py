@@ -192,6 +192,20 @@ def frame(sweep: str | None = None, root: Path | str = ROOT) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def latest_or_published(name: str, root: Path | str = ROOT) -> tuple[pd.DataFrame, str]:
+    """The frame of the latest sweep called ``name``, or the committed one of ``results/name``; and where it is from."""
+    import pandas as pd
+
+    try:
+        sweep = find_sweep(name, root)
+        return frame(sweep.id, root), f"{sweep.path}"
+    except UsageError:
+        published = Path(__file__).resolve().parent.parent / "results" / name / "cells.csv"
+        if not published.exists():
+            raise
+        return pd.read_csv(published), f"results/{name}/cells.csv"
+
+
 def documents(sweep: str | None = None, root: Path | str = ROOT) -> pd.DataFrame:
     """One row per finished document of every cell of a sweep, by default the latest."""
     import pandas as pd

@@ -222,6 +222,16 @@ def test_training_is_refused(llama) -> None:
         forward(model, tokens(1, 20), EvictingCache(policies.make("tova", budget=8)))
 
 
+def test_there_is_no_gradient(llama) -> None:
+    """Forgetting torch.no_grad() costs nothing; asking for a gradient is refused instead of being wrong."""
+    ids = tokens(1, 30)
+    cache = EvictingCache(policies.make("tova", budget=8))
+    logits = llama(input_ids=ids, use_cache=True, **{cache_argument(llama): cache}).logits
+    assert (logits.detach() - forward(llama, ids, EvictingCache(policies.make("tova", budget=8)))).abs().max() < 1e-5
+    with pytest.raises(UsageError, match="no gradient"):
+        logits.sum().backward()
+
+
 def test_a_policy_of_ones_own_runs_on_the_reference_scan(llama) -> None:
     """Twenty lines outside the library; here tova once more, which must then decide as the built-in one."""
     from dataclasses import dataclass

@@ -184,8 +184,23 @@ def attend(
             )
     how = Attention(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
     rule = _rule_of(attention_mask, layer.get_seq_length() + query.shape[2])
-    out = layer.attend(module, query, key, value, how, rule)
+    with torch.no_grad():
+        out = layer.attend(module, query, key, value, how, rule)
+    if torch.is_grad_enabled() and query.requires_grad:
+        out = _Undifferentiable.apply(out, query)
     return out.transpose(1, 2).contiguous(), None
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """Passes its first argument on; a backward pass through it is refused instead of being silently incomplete."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, query: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise UsageError("an evicting cache has no gradient: which token is dropped cannot be differentiated")
 
 
 def _ordinary(

@@ -163,7 +163,7 @@ class EvictingLayer(compat.CacheLayerMixin):
     ) -> Tensor:
         """[B, H, T, D]: attention of the new tokens over what is held; then evict."""
         self._awaits_attention = False
-        key = key.detach() if key.requires_grad else key.view_as(key)
+        key = key.view_as(key)  # without the tag: an observer may keep it
         cache = self.cache
         if self.policy is None or self._scan is None:
             layers = getattr(module.config, "num_hidden_layers", self.index + 1)

@@ -58,7 +58,10 @@ class Attention:
         batch, heads, steps, size = query.shape
         groups = key.shape[1]
         grouped = query.reshape(batch, groups, heads // groups * steps, size)
-        logits = (grouped @ key.transpose(-1, -2)).float().mul_(self.scaling)
+        if query.dtype == torch.float32:  # fewer numbers to scale; in half precision it would cost accuracy
+            logits = (grouped * self.scaling) @ key.transpose(-1, -2)
+        else:
+            logits = (grouped @ key.transpose(-1, -2)).float().mul_(self.scaling)
         if self.softcap is not None:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits.view(batch, heads, steps, key.shape[2])
@@ -250,17 +253,13 @@ def _chunks(
         keys = torch.cat([state.keys, key[:, :, begin:end]], 2)
         values = torch.cat([state.values, value[:, :, begin:end]], 2)
         slots = _with_newcomers(policy, state.slots, columns - state.start)
-        logits = attention.logits(query[:, :, begin:end], keys).view(batch, sets, heads // sets, size, kept + size)
-        hidden = torch.ones(size, kept + size, dtype=torch.bool, device=device).triu(kept + 1)
+        logits = attention.logits(query[:, :, begin:end], keys).view(rows, heads // sets, size, kept + size)
+        allowed = None
         if visibility is not None:
             allowed = visibility.block(columns, (slots.positions + state.start).view(batch, sets, -1))
-            hidden = (hidden | ~allowed).unsqueeze(2)
-        if kept:
-            hidden = hidden | torch.nn.functional.pad(~state.slots.held, (0, size)).view(batch, sets, 1, 1, -1)
-        logits = logits.masked_fill_(hidden, float("-inf")).view(rows, heads // sets, size, kept + size)
-        weights, sums, last = scan(
-            policy, logits, slots, kept, None if real is None else real[:, begin:end], budget, every
-        )
+            allowed = allowed.expand(batch, sets, size, kept + size).reshape(rows, size, kept + size)
+        in_chunk = None if real is None else real[:, begin:end]
+        weights, sums, last = scan(policy, logits, slots, kept, allowed, in_chunk, budget, every)
         out[:, :, begin:end] = attention.mix(
             weights.view(batch, heads, size, kept + size), sums.view(batch, heads, size, 1), values
         )
@@ -300,15 +299,21 @@ def _take(state: LayerState, order: Tensor) -> None:
     """Re-slot every tensor: slot i becomes what was in ``order[r, i]`` (int64 [R, S'])."""
     s = state.slots
     rows, size = order.shape
-    batch, heads = state.keys.shape[:2]
-    index = order.view(batch, -1, size, 1).expand(batch, heads, size, 1)
-    state.keys = state.keys.gather(2, index.expand(-1, -1, -1, state.keys.shape[-1]))
-    state.values = state.values.gather(2, index.expand(-1, -1, -1, state.values.shape[-1]))
+    state.keys, state.values = _select(state.keys, order), _select(state.values, order)
     records = {}
     for name, record in s.records.items():
         within = order.view(rows, size, *[1] * (record.ndim - 2)).expand(rows, size, *record.shape[2:])
         records[name] = record.gather(1, within)
     state.slots = Slots(s.positions.gather(1, order), s.held.gather(1, order), records, s.observed, s.newest)
+
+
+def _select(entries: Tensor, order: Tensor) -> Tensor:
+    """[B, K, S', D] of [B, K, S, D]: the slots int64 [R, S'] of each kept set."""
+    batch, heads, _, width = entries.shape
+    if order.shape[0] == batch and entries.device.type == "cpu":  # copies whole entries; gather goes number by number
+        return torch.stack([row.index_select(1, slots) for row, slots in zip(entries, order, strict=True)])
+    index = order.view(batch, -1, order.shape[1], 1).expand(batch, heads, -1, width)
+    return entries.gather(2, index)
 
 
 def _into_position_order(state: LayerState) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,13 @@ def figure(frame: pd.DataFrame) -> Figure:
         axes.grid(True, alpha=0.3)
         axes.legend(fontsize=8)
     return drawn
+
+
+def png(drawn: Figure) -> bytes:
+    """The figure as a PNG that is the same bytes each time."""
+    buffer = io.BytesIO()
+    drawn.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
 
 
 def _ceiling(table: pd.DataFrame) -> float | None:

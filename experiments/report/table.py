@@ -170,6 +170,29 @@ def markdown(frame: pd.DataFrame) -> str:
     return "\n".join(parts)
 
 
+def wide_markdown(group: pd.DataFrame) -> str:
+    """One Markdown table: policies down, the budgets of each measure across, best in bold."""
+    header, columns = ["policy"], []
+    for measure in measures(group):
+        figures = pivot(group, measure)
+        marks = best(figures, measure)
+        for place, budget in enumerate(c for c in figures.columns if c != NO_LIMIT):
+            header.append(f"{measure.short} {budget}" if place == 0 else str(budget))
+            columns.append((measure, figures, marks, budget))
+    lines = [header]
+    for policy in pivot(group, measures(group)[0]).index:
+        line = [str(policy)]
+        for measure, figures, marks, budget in columns:
+            if policy == FULL:
+                first = budget == next(c for c in figures.columns if c != NO_LIMIT)
+                line.append(show(figures.loc[policy, NO_LIMIT], measure) if first else "")
+            else:
+                text = show(figures.loc[policy, budget], measure)
+                line.append(f"**{text}**" if marks.loc[policy, budget] else text)
+        lines.append(line)
+    return _rows(lines)
+
+
 def _rows(lines: list[list[str]]) -> str:
     rule = ["---"] + ["---:"] * (len(lines[0]) - 1)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [lines[0], rule, *lines[1:]])

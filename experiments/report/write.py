@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.report.figures import figure
+from experiments.report.figures import figure, png
 from experiments.report.table import markdown
 from experiments.store import write_atomically
 
@@ -16,6 +16,6 @@ def write_report(frame: pd.DataFrame, folder: Path) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = {"table": folder / "table.md", "figure": folder / "figure.png", "cells": folder / "cells.csv"}
     write_atomically(paths["table"], markdown(frame))
-    figure(frame).savefig(paths["figure"])
+    paths["figure"].write_bytes(png(figure(frame)))
     write_atomically(paths["cells"], frame.to_csv(index=False))
     return paths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import statistics
 import time
@@ -141,8 +142,8 @@ class BenchReplay:
                     at = until
                 step = []
                 for _ in range(self.steps):
-                    token = ids[:, at : at + 1]
-                    step.append(_seconds(lambda t=token: model(input_ids=t, use_cache=True, **{name: cache}), model))
+                    one = functools.partial(model, input_ids=ids[:, at : at + 1], use_cache=True, **{name: cache})
+                    step.append(_seconds(one, model))
                     at += 1
                 out.append((int(place), statistics.median(step)))
         return out

@@ -23,17 +23,25 @@ class Scan(Protocol):
     """Turns a chunk's logits into attention weights, as if the policy had evicted step by step."""
 
     def __call__(
-        self, policy: Policy, logits: Tensor, slots: Slots, kept: int, real: Tensor | None, budget: int, every: int
+        self,
+        policy: Policy,
+        logits: Tensor,
+        slots: Slots,
+        kept: int,
+        allowed: Tensor | None,
+        real: Tensor | None,
+        budget: int,
+        every: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Scan one chunk.
 
         Args:
             logits: float32 [R, H_g, C, N]: R kept sets, H_g query heads that share one, C queries, N candidates:
-                ``kept`` slots in position order, then the chunk's own tokens. -inf where the query may not look.
-                May be overwritten.
+                ``kept`` slots in position order, then the chunk's own tokens. May be overwritten.
             slots: [R, N] candidates; ``held`` is False for the chunk's own tokens. Updated in place: afterwards it
                 holds what survives, with records as of the last step.
             kept: how many of the N candidates come from before the chunk.
+            allowed: bool [R, C, N], what the model itself lets each query see beside causality; None if everything.
             real: bool [R, C], False where the chunk's token is padding; None if none is.
             budget: what the layer may hold between steps.
             every: evict once ``budget + every`` are held, down to ``budget``.

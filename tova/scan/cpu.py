@@ -59,7 +59,14 @@ def supports(policy: Policy) -> bool:
 
 
 def scan(
-    policy: Policy, logits: Tensor, slots: Slots, kept: int, real: Tensor | None, budget: int, every: int
+    policy: Policy,
+    logits: Tensor,
+    slots: Slots,
+    kept: int,
+    allowed: Tensor | None,
+    real: Tensor | None,
+    budget: int,
+    every: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`tova.scan.Scan`; overwrites ``logits``."""
     rows, heads, steps, candidates = logits.shape
@@ -79,6 +86,7 @@ def scan(
     held = slots.held.contiguous().numpy().view(np.uint8)
     positions = slots.positions.contiguous().numpy()
     steps_are_real = np.ones((rows, steps), dtype=np.bool_) if real is None else real.contiguous().numpy()
+    visible = np.empty((rows, 0, 0), dtype=np.bool_) if allowed is None else allowed.contiguous().numpy()
     observed = slots.observed.numpy().copy()
     newest = slots.newest.numpy().copy()
     for r in range(rows):
@@ -88,6 +96,7 @@ def scan(
             kept,
             positions[r],
             held[r],
+            visible[r],
             steps_are_real[r],
             last[r].numpy(),
             numbers[r],
@@ -95,6 +104,7 @@ def scan(
             observed[r, 0],
             newest[r, 0],
             mode,
+            policy.reads_attention,
             budget,
             every,
             policy.sinks,
@@ -151,8 +161,8 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 @_jit
 def _scan_row(  # type: ignore[no-untyped-def]
-    logits, sums, kept, positions, held, real, last, numbers, ring, observed, newest,
-    mode, budget, every, sinks, recent, pool, key,
+    logits, sums, kept, positions, held, visible, real, last, numbers, ring, observed, newest,
+    mode, reads, budget, every, sinks, recent, pool, key,
 ):  # fmt: skip
     """One kept set through one chunk; see :class:`tova.scan.Scan` for the meaning of the arrays."""
     heads, steps, candidates = logits.shape
@@ -176,11 +186,12 @@ def _scan_row(  # type: ignore[no-untyped-def]
                 for j in range(candidates):
                     logits[h, i, j] = _F(0.0)
             continue
-        for j in range(m - 1):  # the layer's own sliding window moves on
-            if alive[j] > 0 and logits[0, i, j] == -np.inf:
-                alive[j] = _F(0.0)
-                last[j] = i - 1
-                count -= 1
+        if len(visible):
+            for j in range(m - 1):  # the layer's own sliding window moves on
+                if alive[j] > 0 and not visible[i, j]:
+                    alive[j] = _F(0.0)
+                    last[j] = i - 1
+                    count -= 1
         alive[m - 1] = _F(1.0)
         last[m - 1] = steps
         for j in range(m):
@@ -198,9 +209,10 @@ def _scan_row(  # type: ignore[no-untyped-def]
             for j in range(m, candidates):
                 row[j] = _F(0.0)
             sums[h, i] = total
-            share = _F(1.0) / (total * _F(heads))
-            for j in range(m):
-                attn[j] += row[j] * share
+            if reads:
+                share = _F(1.0) / (total * _F(heads))
+                for j in range(m):
+                    attn[j] += row[j] * share
         # What the policy sees: the weights on what was held before the newest token joined.
         if mode == LATEST:
             for j in range(m - 1):

@@ -10,7 +10,14 @@ from tova.policies.slots import Slots
 
 
 def scan(
-    policy: Policy, logits: Tensor, slots: Slots, kept: int, real: Tensor | None, budget: int, every: int
+    policy: Policy,
+    logits: Tensor,
+    slots: Slots,
+    kept: int,
+    allowed: Tensor | None,
+    real: Tensor | None,
+    budget: int,
+    every: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`tova.scan.Scan`."""
     _, _, steps, candidates = logits.shape
@@ -19,8 +26,8 @@ def scan(
     for i in range(steps):
         newcomer = kept + i
         active = None if real is None else real[:, i : i + 1]
-        visible = (logits[:, :, i] > float("-inf")).any(1)
-        _expire(slots, last, slots.held & ~visible, i, active)
+        if allowed is not None:
+            _expire(slots, last, slots.held & ~allowed[:, i], i, active)
         seen = slots.held.clone()
         seen[:, newcomer] = True if active is None else active[:, 0]
         weights = logits[:, :, i].masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(-1).nan_to_num(0.0)
@@ -33,8 +40,10 @@ def scan(
         dropped = choose(policy, slots, torch.where(excess >= every, excess, 0), most=every)
         slots.held = slots.held & ~dropped
         last[dropped] = i
-    seen_by = torch.arange(steps, device=logits.device).view(1, 1, steps, 1) <= last.view(-1, 1, 1, candidates)
-    logits = logits.masked_fill(~seen_by, float("-inf"))
+    step = torch.arange(steps, device=logits.device).view(1, steps, 1)
+    joins = torch.arange(candidates, device=logits.device) - kept
+    visible = (joins <= step) & (step <= last.unsqueeze(1))
+    logits = logits.masked_fill(~visible.unsqueeze(1), float("-inf"))
     top = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
     weights = (logits - top).exp()
     return weights, weights.sum(-1, keepdim=True), last
