@@ -8,8 +8,7 @@
 # %%
 from IPython.display import Image, Markdown
 
-from experiments.report import figure, long_table, markdown, png
-from experiments.report.table import groups
+from experiments.report import figure, markdown, png
 from experiments.store import latest_or_published
 
 cells, source = latest_or_published("quickstart")
@@ -18,18 +17,11 @@ print(f"{len(cells)} cells")
 # %% [markdown]
 # Perplexity is over all tokens but the first. The loss over the full cache, retained mass and heavy-hitter recall are
 # over the saturated steps t >= k: before step k nothing has been dropped, and counting those steps would flatter every
-# policy. Bold is the best of a budget; the full cache does not compete.
+# policy; averages over all steps stand beside them in the last table. Bold is the best of a budget; the full cache does
+# not compete.
 
 # %%
 Markdown(markdown(cells))
 
 # %%
 Image(png(figure(cells)))
-
-# %% [markdown]
-# The same cells in a line each, with the averages over all steps beside the primary ones.
-
-# %%
-for title, group in groups(cells):
-    print(title)
-    display(long_table(group))  # noqa: F821

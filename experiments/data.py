@@ -133,7 +133,7 @@ class TextFiles:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A text column of a dataset on the hub, by the ``datasets`` library."""
+    """A text column of a dataset on the hub (or of a folder of parquet files), by the ``datasets`` library."""
 
     name: str
     split: str = "test"
@@ -163,14 +163,16 @@ class HubDataset:
     def load(self) -> list[Document]:
         from experiments.hub import require_dataset
 
-        offline = require_dataset(self.name, self.revision)
+        local = Path(self.name).expanduser().is_dir()
+        offline = not local and require_dataset(self.name, self.revision)
         import datasets
 
         datasets.utils.logging.disable_progress_bar()
         if offline:
             datasets.config.HF_HUB_OFFLINE = True
         try:
-            rows = datasets.load_dataset(self.name, self.config, split=self.split, revision=self.revision)
+            revision = None if local else self.revision
+            rows = datasets.load_dataset(self.name, self.config, split=self.split, revision=revision)
         except Exception as e:
             raise UsageError(f"dataset.name={self.name}: cannot be loaded: {str(e).splitlines()[0]}") from e
         if self.column not in rows.column_names:
@@ -183,7 +185,7 @@ class HubDataset:
 
 
 def _clean(data: bytes) -> str:
-    return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n").rstrip("\x1a")
+    return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n").replace("\x1a", "")
 
 
 def _from_line(text: str, line: str) -> str:

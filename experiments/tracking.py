@@ -22,7 +22,10 @@ class Tracker:
     def document(self, row: dict[str, Any]) -> None:
         """Log a document's figures, ``document/<name>``; the step is the document's index."""
         if self._run is not None:
-            self._run.log({f"document/{k}": v for k, v in row.items() if isinstance(v, int | float | str)})
+            figures = {
+                k: v for k, v in row.items() if isinstance(v, float) or k in ("document", "tokens", "cache_bytes")
+            }
+            self._run.log({f"document/{k}": v for k, v in figures.items()})
 
     def summary(self, figures: dict[str, Any]) -> None:
         """Set the cell's figures as the run's summary."""

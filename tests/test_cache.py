@@ -129,6 +129,7 @@ def test_the_log_and_the_bytes(llama) -> None:
     # Per layer and row: 30 positions of 2 heads x 16 numbers, keys and values, float32; a position, a flag, a weight;
     # and three counters.
     assert cache.nbytes == 3 * 2 * (30 * (2 * 2 * 16 * 4 + 8 + 1 + 4) + 3 * 8)
+    assert cache.policy.tensor_bytes_per_slot() == 8 + 1 + 4
     silent = EvictingCache(policies.make("tova", budget=30), log=False)
     forward(llama, ids, silent, padding=[0, 10])
     assert silent.nbytes == cache.nbytes

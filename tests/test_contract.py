@@ -438,6 +438,10 @@ def test_costs_are_stated_as_specified() -> None:
     assert bytes_per_slot("scissorhands") == 9
     assert bytes_per_slot("window") == bytes_per_slot("streaming_llm") == 4
     assert bytes_per_slot("snapkv", obs_window=16) == bytes_per_slot("pyramidkv") == 4 + 64 + 8 + 8 + 1
+    # What the tensors here take, in float32: an int64 position, a flag, and the records.
+    assert policies.make("tova").tensor_bytes_per_slot() == 8 + 1 + 4
+    assert policies.make("snapkv").tensor_bytes_per_slot() == 8 + 1 + 16 * 4
+    assert policies.make("window").tensor_bytes_per_slot() == 8 + 1
     for policy in policies.POLICIES.values():
         cost = policy().cost()
         assert cost.step

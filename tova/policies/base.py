@@ -143,8 +143,8 @@ class Policy:
         return self.cost().bytes_per_slot
 
     def tensor_bytes_per_slot(self, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes per slot that the tensors of a cache really take: an int64 column and the records."""
-        total = torch.int64.itemsize
+        """Bytes per slot that the tensors of a cache really take: an int64 position, a flag and the records."""
+        total = torch.int64.itemsize + torch.bool.itemsize
         for record in self.records().values():
             entries = 1
             for size in record.width:

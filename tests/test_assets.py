@@ -1,0 +1,141 @@
+"""Fetching: checked, atomic, once; and what a user is told when it cannot be done."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import subprocess
+import tarfile
+import zipfile
+
+import pytest
+
+from experiments import assets
+from experiments.data import Books, HubDataset, TextFiles
+from tova import UsageError
+
+CONTENT = b"weights"
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOVA_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    return tmp_path / "cache"
+
+
+def wheel(member_sha: str = "") -> tuple[assets.Artifact, bytes]:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("thing/model.bin", CONTENT)
+    data = buffer.getvalue()
+    members = {"thing/model.bin": member_sha or sha(CONTENT)}
+    return assets.Artifact("thing==1.0", "thing-1.0-py3-none-any.whl", sha(data), members), data
+
+
+def source() -> tuple[assets.Artifact, bytes]:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        entry = tarfile.TarInfo("thing-1.0/text.txt")
+        entry.size = len(CONTENT)
+        archive.addfile(entry, io.BytesIO(CONTENT))
+    data = buffer.getvalue()
+    return assets.Artifact("thing==1.0", "thing-1.0.tar.gz", sha(data), {"thing-1.0/text.txt": sha(CONTENT)}), data
+
+
+@pytest.mark.parametrize("make", [wheel, source])
+def test_an_archive_put_there_by_hand(cache, monkeypatch, make) -> None:
+    artifact, data = make()
+    monkeypatch.setattr(subprocess, "run", None)  # nothing is asked of pip
+    (cache / artifact.file).write_bytes(data)
+    (path,) = assets.fetch(artifact).values()
+    assert path.read_bytes() == CONTENT
+    (cache / artifact.file).unlink()
+    assert assets.fetch(artifact) == {path.name: path}  # from now on it is there
+
+
+def test_a_wrong_archive_or_member_is_refused(cache) -> None:
+    artifact, data = wheel()
+    (cache / artifact.file).write_bytes(data + b"x")
+    with pytest.raises(UsageError, match=r"thing-1\.0-py3-none-any\.whl is not thing==1\.0 \(sha256 differs\); delete"):
+        assets.fetch(artifact)
+    artifact, data = wheel(member_sha=sha(b"other"))
+    (cache / artifact.file).write_bytes(data)
+    with pytest.raises(UsageError, match=r"model\.bin is not the file it should be"):
+        assets.fetch(artifact)
+    assert [p.name for p in cache.rglob("*") if p.is_file() and not p.name.startswith(".")] == [artifact.file]
+
+
+def test_without_a_network(cache, monkeypatch) -> None:
+    artifact, _ = wheel()
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1))
+    with pytest.raises(UsageError) as error:
+        assets.fetch(artifact)
+    for part in ("thing==1.0", artifact.file, str(cache), "pip download"):
+        assert part in str(error.value)
+    assert not list((cache / "assets").glob("*")) if (cache / "assets").exists() else True
+
+
+def test_a_cache_that_cannot_be_made(tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("TOVA_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UsageError, match="TOVA_CACHE: cannot make the cache directory"):
+        assets.cache_dir()
+
+
+def test_the_books(books) -> None:
+    assert list(books) == ["alice29", "asyoulik", "lcet10", "plrabn12"]
+    assert books["alice29"].startswith("ALICE'S ADVENTURES IN WONDERLAND\n")
+    assert books["asyoulik"].startswith("AS YOU LIKE IT\n")
+    assert books["lcet10"].startswith("WORKSHOP ON ELECTRONIC TEXTS\n")
+    assert books["plrabn12"].startswith("Paradise Lost")
+    assert "Of Man's first disobedience" in books["plrabn12"][:300]
+    for text in books.values():
+        assert "\r" not in text
+        assert "\x1a" not in text
+    assert [d.name for d in Books(documents=2).load()] == ["alice29", "asyoulik"]
+    with pytest.raises(UsageError, match="there is no 'moby'; there are alice29, asyoulik, lcet10, plrabn12"):
+        Books(titles=["moby"])
+
+
+def test_text_files(tmp_path) -> None:
+    (tmp_path / "b.txt").write_bytes(b"two\r\nlines\x1a")
+    (tmp_path / "a.txt").write_text("one")
+    found = TextFiles(path=str(tmp_path)).load()
+    assert [(d.name, d.text) for d in found] == [("a", "one"), ("b", "two\nlines")]
+    (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="not readable as UTF-8"):
+        TextFiles(path=str(tmp_path)).load()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"holds no \*\.txt file"):
+        TextFiles(path=str(tmp_path / "empty")).load()
+
+
+def test_a_dataset_by_the_datasets_library(tmp_path) -> None:
+    """As PG-19 would be read, here from a folder of parquet."""
+    import pandas as pd
+
+    pd.DataFrame({"text": ["one", "two", "three"], "title": list("abc")}).to_parquet(tmp_path / "test-0.parquet")
+    found = HubDataset(name=str(tmp_path), documents=2).load()
+    assert [(d.name, d.text) for d in found] == [("test-0000", "one"), ("test-0001", "two")]
+    with pytest.raises(UsageError, match="dataset.column=body: .* has no such column, it has text, title"):
+        HubDataset(name=str(tmp_path), column="body").load()
+    with pytest.raises(UsageError, match="dataset.name=nobody/nothing is not on this machine and the hub cannot be"):
+        HubDataset(name="nobody/nothing").load()
+
+
+def test_the_packaged_model(smollm2) -> None:
+    """It is the model it says it is, and it has learnt English."""
+    import torch
+
+    config = smollm2.model.config
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (30, 9, 3)
+    assert smollm2.context == 8192
+    ids = torch.tensor([smollm2.tokenizer("The capital of France is")["input_ids"]])
+    with torch.inference_mode():
+        token = int(smollm2.model(ids, use_cache=False).logits[0, -1].argmax())
+    assert smollm2.tokenizer.decode([token]).strip() == "Paris"
