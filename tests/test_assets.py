@@ -122,9 +122,9 @@ def test_a_dataset_by_the_datasets_library(tmp_path) -> None:
     pd.DataFrame({"text": ["one", "two", "three"], "title": list("abc")}).to_parquet(tmp_path / "test-0.parquet")
     found = HubDataset(name=str(tmp_path), documents=2).load()
     assert [(d.name, d.text) for d in found] == [("test-0000", "one"), ("test-0001", "two")]
-    with pytest.raises(UsageError, match="dataset.column=body: .* has no such column, it has text, title"):
+    with pytest.raises(UsageError, match=r"dataset\.column=body: .* has no such column, it has text, title"):
         HubDataset(name=str(tmp_path), column="body").load()
-    with pytest.raises(UsageError, match="dataset.name=nobody/nothing is not on this machine and the hub cannot be"):
+    with pytest.raises(UsageError, match=r"dataset\.name=nobody/nothing is not on this machine and the hub cannot be"):
         HubDataset(name="nobody/nothing").load()
 
 
