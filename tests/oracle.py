@@ -76,13 +76,13 @@ class Rule:
         protected = set(row.kept[-self.recent :]) | {p for p in row.kept if p < self.sinks}
         scores = self.scores(row)
         candidates = [p for p in row.kept if p not in protected]
-        order = sorted(candidates, key=lambda p: (scores[p], p))
-        victim = order[0]
-        if len(order) > 1:
-            low, next_low = scores[order[0]], scores[order[1]]
+        victim = min(candidates, key=lambda p: (scores[p], p))
+        others = [p for p in candidates if p != victim]
+        if others:
+            low, next_low = scores[victim], min(scores[p] for p in others)
             row.near_tie[step] = abs(next_low - low) <= 1e-5 * max(abs(low), abs(next_low), 1e-30)
             if self.name == "scissorhands":
-                doubt = row.doubtful.get(order[0], 0)
+                doubt = row.doubtful.get(victim, 0)
                 close = [p for p in candidates if scores[p] - low <= doubt + row.doubtful.get(p, 0)]
                 row.near_tie[step] = any(doubt + row.doubtful.get(p, 0) for p in close)
         row.kept.remove(victim)
@@ -183,7 +183,8 @@ def physical_attention(module, query, key, value, attention_mask, scaling=None, 
         weights = logits.softmax(-1)
         out[b, 0] = torch.einsum("hn,hnd->hd", weights.to(v.dtype), v.repeat_interleave(groups, 0))
         layer.rule.step(row, position, weights.mean(0)[:-1].tolist())
-        keep = torch.tensor([p in set(row.kept) for p in [*before, position]])
+        still = set(row.kept)
+        keep = torch.tensor([p in still for p in [*before, position]])
         layer.k[b], layer.v[b] = k[:, keep], v[:, keep]
     layer.seen += 1
     return out, None
