@@ -89,6 +89,8 @@ def _converted() -> Path:
             return folder
         import sys
 
+        if not sys.stderr.isatty():
+            os.environ.setdefault("TQDM_DISABLE", "1")
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

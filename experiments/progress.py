@@ -54,7 +54,9 @@ class Progress:
             self._bars.reset(self._cell, description=title, total=None, completed=0, visible=True)
 
     def expect(self, tokens: float) -> None:
-        """The cell has this many tokens to do."""
+        """The cell has this many tokens to do; from here on its time counts (what came before is done once)."""
+        if self._expected == 0:
+            self._cell_started = time.monotonic()
         self._expected += tokens
         if self._bars is not None:
             self._bars.update(self._cell, total=int(self._expected))
