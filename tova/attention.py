@@ -10,9 +10,11 @@ the rule (:class:`MaskRule`), so a long text never makes a T x T mask.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,8 @@ NAME = "tova"
 """The ``attn_implementation`` under which the evicting attention is registered."""
 LAYER = "_tova_layer"
 _RULE = "_tova_rule"
+
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 # Arguments models pass along that say nothing about how logits become weights.
 _IRRELEVANT = frozenset(
@@ -164,6 +168,7 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function: [B, H, T, D] queries and [B, K, T, D] new keys and values to [B, T, H, D].
@@ -174,7 +179,7 @@ def attend(
     """
     layer: EvictingLayer | None = getattr(key, LAYER, None)
     if layer is None:
-        return _ordinary(module, query, key, value, attention_mask, scaling, dropout, softcap, **kwargs)
+        return _ordinary(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs)
     if dropout:
         raise UsageError(f"an evicting cache works in evaluation mode only, got attention dropout {dropout}")
     for name, argument in kwargs.items():
@@ -182,7 +187,8 @@ def attend(
             raise UsageError(
                 f"{type(module).__name__} asks its attention for {name!r}, which an evicting cache does not honour"
             )
-    how = Attention(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    how = Attention(scaling, softcap, s_aux, _ROTATIONS.get(module))
     rule = _rule_of(attention_mask, layer.get_seq_length() + query.shape[2])
     with torch.no_grad():
         out = layer.attend(module, query, key, value, how, rule)
@@ -212,21 +218,81 @@ def _ordinary(
     scaling: float | None,
     dropout: float,
     softcap: float | None,
+    s_aux: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with an ordinary cache or none: SDPA, or the model's own where SDPA cannot do what it asks for."""
     rule = getattr(mask, _RULE, None)
     if rule is not None:
         mask = rule.dense()
-    if softcap is None and kwargs.get("s_aux") is None:
+    if softcap is None and s_aux is None:
         return compat.sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
         )
     eager = sys.modules[type(module).__module__].eager_attention_forward
     mask = compat.eager_mask_of(mask, query, key.shape[2])
-    if softcap is not None:
-        kwargs["softcap"] = softcap
+    kwargs |= {name: given for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None}
     return eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+class ModelRotation:
+    """A model's own rotary embedding, asked for positions of our choosing; see :class:`tova.replay.Rotation`.
+
+    ``rotary`` gives cosines and sines for positions, ``apply`` is the modeling file's ``apply_rotary_pos_emb``, which
+    knows how dimensions are paired and how many are turned.
+    """
+
+    def __init__(self, rotary: nn.Module, apply: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self._rotary = rotary
+        self._apply = apply
+
+    def turn(self, x: Tensor, positions: Tensor, to: Tensor | None) -> Tensor:
+        """[B, H, T, D] turned from ``positions`` int64 [B, T] to those of ``to``, or back to none."""
+        cos, sin = self._rotary(x, positions)
+        # A scaled embedding (YaRN) multiplies by more than one: turning back divides by its square.
+        size = (cos[..., :1].double().square() + sin[..., :1].double().square()).to(x.dtype)
+        still, _ = self._apply(x, x, cos / size, -sin / size)
+        if to is None:
+            return still
+        cos, sin = self._rotary(x, to)
+        moved, _ = self._apply(still, still, cos, sin)
+        return moved
+
+
+_ROTATIONS: WeakKeyDictionary[nn.Module, ModelRotation] = WeakKeyDictionary()
+
+
+def _note_rotations(model: nn.Module) -> None:
+    """Remember how the attention modules of ``model`` rotate, where there is one rotary embedding for all of them."""
+    rotaries = [m for name, m in model.named_modules() if name.split(".")[-1] == "rotary_emb"]
+    if len(rotaries) != 1:
+        return
+    for module in model.modules():
+        if type(module).__name__.endswith("Attention"):
+            apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+            if apply is not None and list(inspect.signature(apply).parameters)[:4] == ["q", "k", "cos", "sin"]:
+                _ROTATIONS[module] = ModelRotation(rotaries[0], apply)
+
+
+def _refuse_others(model: PreTrainedModel) -> None:
+    """Raise for a model whose layers are not all attention over keys and values of their own."""
+    kind = type(model).__name__
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(f"{kind} is an encoder-decoder; evicting caches are for decoder-only models")
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    kinds = set(getattr(text, "layer_types", None) or []) - _ATTENTION_LAYERS
+    if kinds or getattr(model, "_is_stateful", False):
+        what = f" ({', '.join(sorted(kinds))})" if kinds else ""
+        raise UsageError(
+            f"{kind} has recurrent or state-space layers{what}: they keep a state that has no positions to drop; "
+            "evicting caches are for models of attention layers only"
+        )
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise UsageError(
+            f"{kind}: its last {text.num_kv_shared_layers} layers reuse keys and values of earlier ones; evicting "
+            "caches need layers that keep their own"
+        )
 
 
 def enable(model: PreTrainedModel) -> PreTrainedModel:
@@ -238,13 +304,13 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         UsageError: the model does not let its attention be chosen, so an evicting cache cannot be had with it.
     """
     compat.register(NAME, attend, make_mask)
+    _refuse_others(model)
     kind = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UsageError(f"{kind} is an encoder-decoder; evicting caches are for decoder-only models")
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise UsageError(
             f"{kind} does not let its attention function be chosen; evicting caches need a model that follows "
             "transformers' attention interface (Llama, Mistral, Qwen, Gemma, Phi and others do)"
         )
+    _note_rotations(model)
     return model

@@ -16,12 +16,15 @@ from tova.policies import Policy
 from tova.replay import Attention, LayerState, replay
 from tova.scan import SCANS, Scan, select
 
+PREFILLS = ("every_step", "one_shot")
+
 
 class EvictingCache(compat.Cache):
     """A key-value cache that holds at most ``policy.budget`` positions per layer between steps.
 
-    One kept set per layer, shared by all heads; policies see the attention averaged over the query heads. Keys keep
-    their original rotary positions. The model must be switched over once with :func:`tova.enable`.
+    One kept set per layer, shared by all heads, unless the policy is ``per_head``; policies see the attention averaged
+    over the query heads that share a set. Keys keep their original rotary positions. The model must be switched over
+    once with :func:`tova.enable`.
 
         cache = EvictingCache(policies.make("tova", budget=256))
         model(ids, cache=cache)                     # teacher-forced, exact, one pass
@@ -29,6 +32,9 @@ class EvictingCache(compat.Cache):
 
     Args:
         policy: one instance for all layers; layers that differ get theirs through ``policy.for_layer``.
+        prefill: ``every_step`` takes a prompt as if it had been decoded token by token; ``one_shot`` lets every token
+            of a prompt see all of it and then evicts once, as most public code does. A prompt is any call of more
+            than one token; the attribute may be changed between calls.
         evict_every: let the cache grow this many entries past the budget, then evict to the budget at once.
         log: keep ``evicted_at``. It grows with the text and is no part of ``nbytes``.
         observers: told of every call of every layer; they need the log.
@@ -40,12 +46,15 @@ class EvictingCache(compat.Cache):
         self,
         policy: Policy,
         *,
+        prefill: str = "every_step",
         evict_every: int = 1,
         log: bool = True,
         observers: Sequence[Observer] = (),
         scan: str = "auto",
         chunk: int | None = None,
     ) -> None:
+        if prefill not in PREFILLS:
+            raise UsageError(f"prefill must be one of {', '.join(PREFILLS)}, got {prefill!r}")
         if isinstance(evict_every, bool) or not isinstance(evict_every, int) or evict_every < 1:
             raise UsageError(f"evict_every must be an integer of at least 1, got {evict_every!r}")
         if observers and not log:
@@ -56,6 +65,7 @@ class EvictingCache(compat.Cache):
             raise UsageError(f"scan must be one of {', '.join(SCANS)}, got {scan!r}")
         super().__init__(layer_class_to_replicate=self._new_layer)
         self.policy = policy
+        self.prefill = prefill
         self.evict_every = evict_every
         self.log = log
         self.observers = tuple(observers)
@@ -96,15 +106,33 @@ class EvictingCache(compat.Cache):
         """Bytes of keys, values, positions and records of all layers, the log apart."""
         return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.tensors())
 
-    def kept(self, layer: int, row: int = 0) -> list[int]:
-        """The columns layer ``layer`` holds of batch row ``row`` now, ascending."""
+    def kept(self, layer: int, row: int = 0, head: int = 0) -> list[int]:
+        """The columns layer ``layer`` holds of batch row ``row`` now, ascending; of one head where they differ."""
         state = self.layers[layer].state
         if state is None:
             return []
-        if state.sets != 1:
-            raise UsageError("kept sets differ by head here; read them off evicted_at")
-        columns = (state.slots.positions + state.start)[row]
-        return sorted(columns[state.slots.held[row]].tolist())
+        index = row * state.sets + (head if state.sets > 1 else 0)
+        columns = (state.slots.positions + state.start)[index]
+        return sorted(columns[state.slots.held[index]].tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on later, as tensors and numbers (``torch.save``, ``weights_only`` loads it)."""
+        for layer in self.layers:
+            layer.check_attended()
+        states = [None if layer.state is None else layer.state.pack() for layer in self.layers]
+        return {"policy": repr(self.policy), "evict_every": self.evict_every, "layers": states}
+
+    def load_state_dict(self, stored: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave; the cache must have been made with the same policy."""
+        for name, mine in (("policy", repr(self.policy)), ("evict_every", self.evict_every)):
+            if stored[name] != mine:
+                raise UsageError(f"the stored cache was made with {name}={stored[name]}, this one with {mine}")
+        self.layers.clear()
+        for packed in stored["layers"]:
+            layer = self._new_layer()
+            layer.state = None if packed is None else LayerState.unpack(packed)
+            layer.is_initialized = packed is not None
+            self.layers.append(layer)
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         raise UsageError("an evicting cache cannot be cropped: what was dropped is gone")
@@ -141,7 +169,10 @@ class EvictingLayer(compat.CacheLayerMixin):
     def check_attended(self) -> None:
         """The new keys must have reached our attention: another one would have seen nothing but them."""
         if self._awaits_attention:
-            raise UsageError("this model is not switched to the evicting attention; call tova.enable(model) first")
+            raise UsageError(
+                "the keys did not reach the evicting attention: call tova.enable(model) first; if it was called, this "
+                "model changes its keys after caching them (as multi-head latent attention does) and cannot be followed"
+            )
 
     def get_seq_length(self) -> int:
         return 0 if self.state is None else self.state.seen
@@ -168,9 +199,10 @@ class EvictingLayer(compat.CacheLayerMixin):
         if self.policy is None or self._scan is None:
             layers = getattr(module.config, "num_hidden_layers", self.index + 1)
             self.policy = cache.policy.for_layer(self.index, max(layers, self.index + 1))
-            self._scan = select(cache.scan, self.policy, key.device)
+            self._scan = select(cache.scan, self.policy, key.device, key.dtype)
         if self.state is None:
-            self.state = LayerState.empty(self.policy, key, value, 1, log=cache.log)
+            sets = key.shape[1] if self.policy.per_head else 1
+            self.state = LayerState.empty(self.policy, key, value, sets, log=cache.log)
         state = self.state
         real = rule.real(query.shape[2]) if rule is not None else None
         if real is not None:
@@ -188,6 +220,7 @@ class EvictingLayer(compat.CacheLayerMixin):
             visibility=visibility,
             real=real,
             every=cache.evict_every,
+            one_shot=cache.prefill == "one_shot" and query.shape[2] > 1,
             chunk=cache.chunk or 128,
         )
         if cache.observers:

@@ -18,14 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tova.policies import Full, Policy, Slots
+from tova.errors import UsageError
+from tova.policies import Full, Policy, Slots, Tokens
 from tova.policies.base import admit, choose, new_records, observe
-from tova.scan import Scan
+from tova.scan import Chunk, Scan
+from tova.scan.reference import head_average, softmax
 
 NEVER = torch.iinfo(torch.int64).max
 """``evicted_at`` of a token that was never dropped."""
@@ -41,6 +43,14 @@ class Visibility(Protocol):
         ...
 
 
+class Rotation(Protocol):
+    """How a model turns queries and keys by their positions; asked by the few policies that move them."""
+
+    def turn(self, x: Tensor, positions: Tensor, to: Tensor | None) -> Tensor:
+        """[B, H, T, D] turned from ``positions`` int64 [B, T] to those of ``to``, or back to none."""
+        ...
+
+
 @dataclass(frozen=True)
 class Attention:
     """How logits become weights: what a model's attention asks for beside queries, keys and values.
@@ -48,10 +58,14 @@ class Attention:
     Attributes:
         scaling: factor on the logits.
         softcap: logits become ``softcap * tanh(logits / softcap)``; None leaves them.
+        sinks: [H], a logit per head that only adds to the sum of weights (GPT-OSS); None without.
+        rotation: None if the model's is not known.
     """
 
     scaling: float
     softcap: float | None = None
+    sinks: Tensor | None = None
+    rotation: Rotation | None = None
 
     def logits(self, query: Tensor, key: Tensor) -> Tensor:
         """float32 [B, H, T, N] from [B, H, T, D] and [B, K, N, D]; queries are grouped, keys never repeated."""
@@ -66,14 +80,22 @@ class Attention:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits.view(batch, heads, steps, key.shape[2])
 
+    def sinks_of(self, batch: int, sets: int) -> Tensor | None:
+        """float32 [R, H_g]: the heads' sinks for each kept set."""
+        if self.sinks is None:
+            return None
+        return self.sinks.float().view(1, sets, -1).expand(batch, sets, -1).reshape(batch * sets, -1)
+
     @staticmethod
-    def mix(weights: Tensor, sums: Tensor, value: Tensor) -> Tensor:
-        """[B, H, T, D]: values [B, K, N, D] under undivided weights [B, H, T, N] with their sums [B, H, T, 1]."""
+    def mix(weights: Tensor, sums: Tensor | None, value: Tensor) -> Tensor:
+        """[B, H, T, D]: values [B, K, N, D] under weights [B, H, T, N], divided by ``sums`` [B, H, T, 1] if given."""
         batch, heads, steps, candidates = weights.shape
         groups = value.shape[1]
         grouped = weights.to(value.dtype).view(batch, groups, heads // groups * steps, candidates)
-        mixed = (grouped @ value).view(batch, heads, steps, value.shape[-1]).float()
-        return mixed.div_(sums.clamp_min(torch.finfo(torch.float32).tiny)).to(value.dtype)
+        mixed = (grouped @ value).view(batch, heads, steps, value.shape[-1])
+        if sums is None:
+            return mixed
+        return mixed.float().div_(sums.clamp_min(torch.finfo(torch.float32).tiny)).to(value.dtype)
 
 
 @dataclass
@@ -159,7 +181,47 @@ class LayerState:
     def tensors(self) -> list[Tensor]:
         """Everything a cache is charged for: keys, values, positions and records, not the log."""
         s = self.slots
-        return [self.keys, self.values, s.positions, s.held, s.observed, s.newest, self.start, *s.records.values()]
+        kept = [*s.records.values(), *s.features.values()]
+        return [self.keys, self.values, s.positions, s.held, s.observed, s.newest, self.start, *kept]
+
+    def pack(self) -> dict[str, Any]:
+        """The state as plain tensors and numbers."""
+        s = self.slots
+        return {
+            "keys": self.keys,
+            "values": self.values,
+            "start": self.start,
+            "numbers": [self.seen, int(self.ordered), int(self.ragged), self.most],
+            "slots": [s.positions, s.held, s.observed, s.newest],
+            "records": dict(s.records),
+            "features": dict(s.features),
+            "log": None if self.log is None or self.log.evicted_at is None else self.log.view,
+        }
+
+    @classmethod
+    def unpack(cls, packed: dict[str, Any]) -> LayerState:
+        """What :meth:`pack` packed, in tensors of its own."""
+        positions, held, observed, newest = (t.clone() for t in packed["slots"])
+        seen, ordered, ragged, most = packed["numbers"]
+        log = packed["log"]
+        return cls(
+            keys=packed["keys"].clone(),
+            values=packed["values"].clone(),
+            slots=Slots(
+                positions=positions,
+                held=held,
+                records={name: record.clone() for name, record in packed["records"].items()},
+                observed=observed,
+                newest=newest,
+                features={name: feature.clone() for name, feature in packed["features"].items()},
+            ),
+            start=packed["start"].clone(),
+            seen=seen,
+            ordered=bool(ordered),
+            ragged=bool(ragged),
+            most=most,
+            log=None if log is None else EvictionLog(log.clone(), log.shape[-1]),
+        )
 
     def map_batch(self, select: Callable[[Tensor, int], Tensor]) -> None:
         """Apply ``select(tensor, rows_per_sequence)`` to every tensor's first dimension (beams, repeats, subsets)."""
@@ -172,6 +234,7 @@ class LayerState:
             records={name: select(record, sets) for name, record in s.records.items()},
             observed=select(s.observed, sets),
             newest=select(s.newest, sets),
+            features={name: select(feature, sets) for name, feature in s.features.items()},
         )
         self.start = select(self.start, sets)
         if self.log is not None and self.log.evicted_at is not None:
@@ -190,6 +253,7 @@ def replay(
     visibility: Visibility | None = None,
     real: Tensor | None = None,
     every: int = 1,
+    one_shot: bool = False,
     chunk: int = 128,
 ) -> Tensor:
     """Attention of T new tokens under ``policy``, each seeing what is held and itself; ``state`` moves on.
@@ -198,7 +262,9 @@ def replay(
         query: [B, H, T, D], key and value: [B, K, T, D], rotated as the model rotates them.
         visibility: what queries may look at beside causality; None if everything.
         real: bool [B, T], False for padding columns, which come before a row's first real token; None if all are.
-        every: evict once ``budget + every`` are held, down to the budget.
+        every: evict once ``budget + every`` are held, down to what the policy leaves.
+        one_shot: take the new tokens for a prompt: nothing is dropped among them until the last has been seen, then
+            the policy evicts once.
         chunk: queries per block.
 
     Returns:
@@ -214,15 +280,75 @@ def replay(
     if state.log is not None:
         state.log.extend(batch, sets, state.seen + steps, key.device)
         if real is not None:
-            state.log.write(
-                (state.seen + torch.arange(steps, device=key.device)).expand(batch * sets, steps), PADDING, ~real
-            )
+            columns = (state.seen + torch.arange(steps, device=key.device)).expand(batch * sets, steps)
+            state.log.write(columns, PADDING, ~real)
     state.ragged = state.ragged or visibility is not None or real is not None
-    if isinstance(policy, Full) and not state.ragged and attention.softcap is None:
+    if policy.reindexes and visibility is not None:
+        raise UsageError(f"{policy.name}: a layer with a window of its own cannot have its positions re-indexed")
+    plain = attention.softcap is None and attention.sinks is None
+    if isinstance(policy, Full) and plain and not state.ragged:
         return _full(query, key, value, state, attention)
-    if steps == 1 and state.seen > 0 and real is None:
-        return _decode(query, key, value, state, policy, attention, visibility, every)
-    return _chunks(query, key, value, state, policy, attention, scan, visibility, real, every, chunk)
+    call = _Call(policy, attention, visibility, every, one_shot)
+    if steps == 1 and state.seen > 0 and real is None and not policy.sees_dropped:
+        return _decode(query, key, value, state, call)
+    return _chunks(query, key, value, state, call, scan, real, chunk)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What does not change while the tokens of a call go by."""
+
+    policy: Policy
+    attention: Attention
+    visibility: Visibility | None
+    every: int
+    one_shot: bool
+
+    @property
+    def trigger(self) -> int:
+        """Evict in the step after which this many would be held."""
+        if self.one_shot or self.policy.prompt_only:
+            return NEVER
+        return self.policy.effective_budget + self.every
+
+    @property
+    def remains(self) -> int:
+        """How many an eviction within the call leaves."""
+        return self.policy.remains(0)
+
+    def features(self, key: Tensor, value: Tensor, positions: Tensor, sets: int) -> dict[str, Tensor]:
+        """The policy's features of new tokens, [R, T] by name."""
+        if not self.policy.wants_features:
+            return {}
+        rotation = self.attention.rotation
+        unrotate = None if rotation is None else (lambda x, at: rotation.turn(x, at, None))
+        batch, heads, steps = key.shape[:3]
+        tokens = Tokens(key, value, positions.view(batch, sets, steps)[:, 0], unrotate)
+        out = {}
+        for name, feature in self.policy.features(tokens).items():
+            shared = feature.float().view(batch, sets, heads // sets, steps).mean(2)
+            out[name] = shared.reshape(batch * sets, steps)
+        return out
+
+    def reindexed(
+        self, logits: Tensor, query: Tensor, keys: Tensor, positions: Tensor, slots: Slots, count: Tensor
+    ) -> Tensor:
+        """Logits [B, H, T, N] with the sinks at positions counted inside the cache, for a policy that does that.
+
+        ``positions`` int64 [B, T] are the queries' own, ``count`` int64 [B, 1] is what is held before the first of
+        them. A query's position inside the cache is how many are held before it; it is turned there to look at the
+        sinks, whose own positions stay. The window's tokens keep their distances.
+        """
+        if not self.policy.reindexes or self.one_shot:
+            return logits
+        if self.attention.rotation is None:
+            raise UsageError(f"{self.policy.name} re-rotates keys, and how this model rotates is not known here")
+        budget = self.policy.effective_budget
+        inside = count + (positions - positions[:, :1].clamp_min(0))
+        inside = torch.where(inside >= self.trigger, budget + (inside - budget) % self.every, inside)
+        moved = self.attention.rotation.turn(query, positions, inside)
+        sink = ((slots.positions >= 0) & (slots.positions < self.policy.sinks))[:, None, None, :]
+        return torch.where(sink, self.attention.logits(moved, keys), logits)
 
 
 def _chunks(
@@ -230,19 +356,16 @@ def _chunks(
     key: Tensor,
     value: Tensor,
     state: LayerState,
-    policy: Policy,
-    attention: Attention,
+    call: _Call,
     scan: Scan,
-    visibility: Visibility | None,
     real: Tensor | None,
-    every: int,
     chunk: int,
 ) -> Tensor:
     batch, heads, steps, _ = query.shape
     device = query.device
+    policy, attention, visibility = call.policy, call.attention, call.visibility
     sets = state.sets
     rows = batch * sets
-    budget = policy.effective_budget
     out = query.new_empty(batch, heads, steps, value.shape[-1])
     _into_position_order(state)
     for begin in range(0, steps, chunk):
@@ -250,30 +373,62 @@ def _chunks(
         size = end - begin
         kept = state.slots.positions.shape[1]
         columns = state.seen + torch.arange(size, device=device)
+        positions = columns - state.start
         keys = torch.cat([state.keys, key[:, :, begin:end]], 2)
         values = torch.cat([state.values, value[:, :, begin:end]], 2)
-        slots = _with_newcomers(policy, state.slots, columns - state.start)
-        logits = attention.logits(query[:, :, begin:end], keys).view(rows, heads // sets, size, kept + size)
+        features = call.features(key[:, :, begin:end], value[:, :, begin:end], positions, sets)
+        slots = _with_newcomers(policy, state.slots, positions, features)
+        logits = attention.logits(query[:, :, begin:end], keys)
+        logits = call.reindexed(logits, query[:, :, begin:end], keys, positions, slots, state.slots.count)
         allowed = None
         if visibility is not None:
             allowed = visibility.block(columns, (slots.positions + state.start).view(batch, sets, -1))
             allowed = allowed.expand(batch, sets, size, kept + size).reshape(rows, size, kept + size)
         in_chunk = None if real is None else real[:, begin:end]
-        weights, sums, last = scan(policy, logits, slots, kept, allowed, in_chunk, budget, every)
+        weights, sums, last = scan(
+            policy,
+            Chunk(
+                logits=logits.view(rows, heads // sets, size, kept + size),
+                slots=slots,
+                kept=kept,
+                trigger=call.trigger,
+                remains=call.remains,
+                allowed=allowed,
+                real=in_chunk,
+                sinks=attention.sinks_of(batch, sets),
+                dtype=query.dtype,
+            ),
+        )
         out[:, :, begin:end] = attention.mix(
             weights.view(batch, heads, size, kept + size), sums.view(batch, heads, size, 1), values
         )
         if state.log is not None:
             joined = torch.nn.functional.pad(state.slots.held, (0, size), value=True)
-            if real is not None:
-                joined[:, kept:] = real[:, begin:end]
+            if in_chunk is not None:
+                joined[:, kept:] = in_chunk
             state.log.write(slots.positions + state.start, state.seen + last, joined & (last < size))
         state.seen += size
-        _compact(state, keys, values, slots)
+        state.slots, state.keys, state.values = slots, keys, values
+        _compact(state, policy)
+    if call.one_shot:
+        _evict_once(state, policy)
     return out
 
 
-def _with_newcomers(policy: Policy, slots: Slots, positions: Tensor) -> Slots:
+def _evict_once(state: LayerState, policy: Policy) -> None:
+    """The selection at the end of a one-shot prompt."""
+    slots = state.slots
+    remains = [policy.remains(newest + 1) for newest in slots.newest[:, 0].tolist()]
+    left = torch.tensor(remains, device=slots.held.device).unsqueeze(1)
+    allowed = left if policy.prompt_only else torch.full_like(left, policy.effective_budget)
+    dropped = choose(policy, slots, torch.where(slots.count > allowed, slots.count - left, 0))
+    slots.held = slots.held & ~dropped
+    if state.log is not None:
+        state.log.write(slots.positions + state.start, state.seen - 1, dropped)
+    _compact(state, policy)
+
+
+def _with_newcomers(policy: Policy, slots: Slots, positions: Tensor, features: dict[str, Tensor]) -> Slots:
     """The held slots followed by fresh ones for ``positions`` [R, C], which have yet to join."""
     rows, fresh = positions.shape
     added = new_records(policy, rows, fresh, torch.float32, positions.device)
@@ -283,16 +438,23 @@ def _with_newcomers(policy: Policy, slots: Slots, positions: Tensor) -> Slots:
         records={name: torch.cat([slots.records[name], added[name]], 1) for name in added},
         observed=slots.observed,
         newest=slots.newest,
+        features={
+            name: torch.cat([slots.features[name], new], 1) if name in slots.features else new
+            for name, new in features.items()
+        },
     )
 
 
-def _compact(state: LayerState, keys: Tensor, values: Tensor, slots: Slots) -> None:
+def _compact(state: LayerState, policy: Policy) -> None:
     """Keep only the survivors among the candidates, in the order they are in."""
-    state.slots, state.keys, state.values = slots, keys, values
+    slots = state.slots
+    state.ordered = True
+    if policy.sees_dropped:
+        state.most = slots.held.shape[1]
+        return
     state.most = int(slots.count.max())
     if state.most < slots.held.shape[1]:
         _take(state, (~slots.held).to(torch.uint8).argsort(dim=-1, stable=True)[:, : state.most])
-    state.ordered = True
 
 
 def _take(state: LayerState, order: Tensor) -> None:
@@ -304,7 +466,8 @@ def _take(state: LayerState, order: Tensor) -> None:
     for name, record in s.records.items():
         within = order.view(rows, size, *[1] * (record.ndim - 2)).expand(rows, size, *record.shape[2:])
         records[name] = record.gather(1, within)
-    state.slots = Slots(s.positions.gather(1, order), s.held.gather(1, order), records, s.observed, s.newest)
+    features = {name: feature.gather(1, order) for name, feature in s.features.items()}
+    state.slots = Slots(s.positions.gather(1, order), s.held.gather(1, order), records, s.observed, s.newest, features)
 
 
 def _select(entries: Tensor, order: Tensor) -> Tensor:
@@ -312,8 +475,8 @@ def _select(entries: Tensor, order: Tensor) -> Tensor:
     batch, heads, _, width = entries.shape
     if order.shape[0] == batch and entries.device.type == "cpu":  # copies whole entries; gather goes number by number
         return torch.stack([row.index_select(1, slots) for row, slots in zip(entries, order, strict=True)])
-    index = order.view(batch, -1, order.shape[1], 1).expand(batch, heads, -1, width)
-    return entries.gather(2, index)
+    sets, size = order.shape[0] // batch, order.shape[1]
+    return entries.gather(2, order.view(batch, sets, size, 1).expand(batch, heads, size, width))
 
 
 def _into_position_order(state: LayerState) -> None:
@@ -324,25 +487,19 @@ def _into_position_order(state: LayerState) -> None:
         state.ordered = True
 
 
-def _decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: LayerState,
-    policy: Policy,
-    attention: Attention,
-    visibility: Visibility | None,
-    every: int,
-) -> Tensor:
+def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: _Call) -> Tensor:
     """One token: no stored key moves."""
     batch, heads, _, size = query.shape
-    sets, budget, step = state.sets, policy.effective_budget, state.seen
-    _make_room(state, policy, budget + every)
+    policy, attention, visibility = call.policy, call.attention, call.visibility
+    sets, step, trigger, remains = state.sets, state.seen, call.trigger, call.remains
+    position = step - state.start
+    _make_room(state, policy, trigger)
     slots = state.slots
     if visibility is not None:
         columns = slots.positions + state.start
         now = torch.tensor([step], device=query.device)
-        gone = slots.held & ~visibility.block(now, columns.view(batch, sets, -1)).view(batch * sets, -1)
+        allowed = visibility.block(now, columns.view(batch, sets, -1)).expand(batch, sets, 1, -1)
+        gone = slots.held & ~allowed.reshape(batch * sets, -1)
         slots.held = slots.held & ~gone
         if state.log is not None:
             state.log.write(columns, step - 1, gone)
@@ -350,25 +507,33 @@ def _decode(
     where = slot.view(batch, sets, 1, 1).expand(batch, key.shape[1], 1, 1)
     state.keys.scatter_(2, where.expand(-1, -1, -1, size), key)
     state.values.scatter_(2, where.expand(-1, -1, -1, value.shape[-1]), value)
-    logits = attention.logits(query, state.keys).view(batch * sets, heads // sets, -1)
+    for name, feature in call.features(key, value, position, sets).items():
+        slots.features[name] = slots.features[name].scatter(-1, slot, feature)
+    slots.positions = slots.positions.scatter(-1, slot, position)
+    logits = attention.logits(query, state.keys)
+    logits = call.reindexed(logits, query, state.keys, position, slots, slots.count)
+    logits = logits.view(batch * sets, heads // sets, -1)
     full = not state.ragged and state.most + 1 == slots.held.shape[1]
     if not full:
         seen = slots.held.scatter(-1, slot, True)
         logits = logits.masked_fill_(~seen.unsqueeze(1), float("-inf"))
-    weights = logits.softmax(-1)
-    out = attention.mix(weights.view(batch, heads, 1, -1), weights.new_ones(1, 1, 1, 1), state.values)
+    weights = softmax(logits, attention.sinks_of(batch, sets))
+    out = attention.mix(weights.view(batch, heads, 1, -1), None, state.values)
+    own = None
     if policy.reads_attention:
-        observe(policy, slots, weights.mean(1).scatter(-1, slot, 0.0))
-    admit(policy, slots, slot, step - state.start)
+        row = head_average(policy, weights, query.dtype)
+        own = row.gather(-1, slot)
+        observe(policy, slots, row.scatter(-1, slot, 0.0))
+    admit(policy, slots, slot, position, own=own)
     state.seen += 1
     state.ordered = False
     if state.ragged:
-        state.most = min(state.most + 1, budget + every - 1)
-        excess = slots.count - budget
-        dropped = choose(policy, slots, torch.where(excess >= every, excess, 0), most=every)
-    elif state.most + 1 >= budget + every:
-        dropped = choose(policy, slots, state.most + 1 - budget)
-        state.most = budget
+        state.most = min(state.most + 1, trigger - 1)
+        excess = torch.where(slots.count >= trigger, slots.count - remains, 0)
+        dropped = choose(policy, slots, excess, most=min(max(trigger - remains, 1), slots.held.shape[1]))
+    elif state.most + 1 >= trigger:
+        dropped = choose(policy, slots, state.most + 1 - remains)
+        state.most = remains
     else:
         state.most += 1
         return out
@@ -395,6 +560,7 @@ def _make_room(state: LayerState, policy: Policy, capacity: int) -> None:
         records={name: torch.cat([s.records[name], fresh[name]], 1) for name in fresh},
         observed=s.observed,
         newest=s.newest,
+        features={name: torch.nn.functional.pad(feature, (0, more)) for name, feature in s.features.items()},
     )
 
 

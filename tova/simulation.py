@@ -84,6 +84,10 @@ def simulate(policy: Policy | Any, trace: Trace, engine: str = "auto") -> Simula
     if engine not in ENGINES:
         raise UsageError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     budget = getattr(policy, "effective_budget", None) or policy.budget
+    if getattr(policy, "prompt_only", False):
+        raise UsageError(
+            f"{policy.name} selects once, at the end of a prompt: there is none on a trace of decode steps"
+        )
     possible = np.array([len(top) for top in trace.heavy_hitters])
     if engine != "running" and _compiled(policy):
         from tova.scan import stream

@@ -9,15 +9,17 @@ from typing import Any
 from tova.errors import UsageError
 from tova.policies.base import Cost, Policy, Record
 from tova.policies.full import UNBOUNDED, Full
-from tova.policies.h2o import H2O, H2OHalf
+from tova.policies.h2o import H2O, H2OHalf, H2OHead, H2OMasked
+from tova.policies.l2norm import L2Norm
 from tova.policies.pyramidkv import PyramidKV
 from tova.policies.random import Random
 from tova.policies.running import RunningPolicy
-from tova.policies.scissorhands import Scissorhands
-from tova.policies.slots import Slots
+from tova.policies.scissorhands import Scissorhands, ScissorhandsPaper
+from tova.policies.slots import Slots, Tokens
 from tova.policies.snapkv import SnapKV
-from tova.policies.streaming_llm import StreamingLLM
-from tova.policies.tova import Tova
+from tova.policies.snapkv_prefill import PyramidKVPrefill, SnapKVPrefill
+from tova.policies.streaming_llm import StreamingLLM, StreamingLLMReindexed
+from tova.policies.tova import Tova, TovaHead, TovaOfficial, TovaValue
 from tova.policies.window import Window
 
 __all__ = [
@@ -27,24 +29,39 @@ __all__ = [
     "Cost",
     "Full",
     "H2OHalf",
+    "H2OHead",
+    "H2OMasked",
+    "L2Norm",
     "Policy",
     "PyramidKV",
+    "PyramidKVPrefill",
     "Random",
     "Record",
     "RunningPolicy",
     "Scissorhands",
+    "ScissorhandsPaper",
     "Slots",
     "SnapKV",
+    "SnapKVPrefill",
     "StreamingLLM",
+    "StreamingLLMReindexed",
+    "Tokens",
     "Tova",
+    "TovaHead",
+    "TovaOfficial",
+    "TovaValue",
     "Window",
     "make",
 ]
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
-    for policy in (Full, Window, StreamingLLM, H2O, H2OHalf, Scissorhands, SnapKV, PyramidKV, Tova, Random)
-}
+    for policy in (
+        Full, Window, StreamingLLM, StreamingLLMReindexed, H2O, H2OHalf, H2OHead, H2OMasked, Scissorhands,
+        ScissorhandsPaper, SnapKV, SnapKVPrefill, PyramidKV, PyramidKVPrefill, Tova, TovaOfficial, TovaHead, TovaValue,
+        L2Norm, Random,
+    )
+}  # fmt: skip
 """Every built-in policy by name."""
 
 
@@ -58,11 +75,12 @@ def make(name: str, **parameters: Any) -> Policy:
         raise UsageError(f"no policy is named {name!r}{_closest(name, POLICIES)}; there are: {', '.join(POLICIES)}")
     policy = POLICIES[name]
     known = [f.name for f in dataclasses.fields(policy) if f.init]
+    shown = [parameter for parameter in known if parameter not in ("layer", "num_layers")]
     for parameter in parameters:
         if parameter not in known:
             raise UsageError(
-                f"{name} has no parameter {parameter!r}{_closest(parameter, known)}; it takes: {', '.join(known)}"
-                if known
+                f"{name} has no parameter {parameter!r}{_closest(parameter, shown)}; it takes: {', '.join(shown)}"
+                if shown
                 else f"{name} takes no parameters, got {parameter!r}"
             )
     return policy(**parameters)

@@ -18,10 +18,15 @@ import torch
 from torch import Tensor
 
 from tova.errors import UsageError
-from tova.policies.slots import Slots
+from tova.policies import layers
+from tova.policies.layers import UNIFORM, LayerBudgets
+from tova.policies.slots import Slots, Tokens
 
 if TYPE_CHECKING:
     from tova.policies.running import RunningPolicy
+
+
+_NOT_IN_LABEL = ("budget", "layer", "num_layers")
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,10 @@ class Policy:
         budget: positions a layer may keep between steps; a query sees these and itself.
         sinks: the sequence's first ``sinks`` tokens are never dropped.
         recent_window: the ``recent_window`` newest held positions are never dropped, the newest among them.
+        per_head: a kept set per key/value head, by the attention of the query heads that share it, instead of one per
+            layer by the attention of all.
+        layer_budgets: how the budget is shared out over layers, see :mod:`tova.policies.layers`.
+        layer, num_layers: which layer of how many this is; a cache sets them through :meth:`for_layer`.
 
     Unless a subclass says otherwise the newest token is never dropped in the step that brought it: nothing has
     attended to it yet, so there is nothing to rank it by.
@@ -70,12 +79,32 @@ class Policy:
     """False for a policy that ignores attention: its ``observe`` is never called."""
     least_recent_window: ClassVar[int] = 0
     """1 for a policy that makes no sense without a recent window."""
+    newest_competes: ClassVar[bool] = False
+    """True for a policy that may drop the newest token at once, by the weight it gave itself (see ``admitted``)."""
+    rounds_weights: ClassVar[bool] = False
+    """True for a policy that ranks weights already rounded to the model's dtype, as some public code does."""
+    sees_dropped: ClassVar[bool] = False
+    """True for a policy whose rows are a softmax over *all* tokens, dropped ones included: what public code that
+    simulates by masks computes, and no cache that forgot them could. Keys of dropped tokens are then kept."""
+    prompt_only: ClassVar[bool] = False
+    """True for a policy that selects once, at the end of a one-shot prompt, and then lets the cache grow."""
+    reindexes: ClassVar[bool] = False
+    """True for a policy whose sinks are seen at positions counted inside the cache (StreamingLLM's paper)."""
 
     budget: int = 512
     sinks: int = 0
     recent_window: int = 0
+    per_head: bool = False
+    layer_budgets: LayerBudgets = UNIFORM
+    layer: int = 0
+    num_layers: int = 1
 
     def __post_init__(self) -> None:
+        self.require("num_layers", at_least=1)
+        self.require("layer", at_least=0, below=self.num_layers)
+        object.__setattr__(self, "layer_budgets", layers.check(self.name, self.layer_budgets))
+        if not isinstance(self.per_head, bool):
+            raise UsageError(f"{self.name}: per_head must be true or false, got {self.per_head!r}")
         self.require("budget", at_least=1)
         self.require("sinks", at_least=0, below=self.budget)
         self.require("recent_window", at_least=self.least_recent_window, below=self.budget)
@@ -118,13 +147,29 @@ class Policy:
         """
         return {}
 
+    def admitted(self, own: Tensor) -> dict[str, Tensor]:
+        """Records the newest token joins with, where its own weight counts: [R, 1, ...] by name; the rest is filled.
+
+        Args:
+            own: [R, 1], the weight the newest token's query gave to itself.
+        """
+        return {}
+
+    def features(self, tokens: Tokens) -> dict[str, Tensor]:
+        """What is worth knowing of a token besides attention, fixed when it is written: [B, K, T] by name.
+
+        They are found as ``slots.features[name]`` ([R, S]), averaged over key/value heads where these share a kept
+        set.
+        """
+        return {}
+
     def score(self, slots: Slots) -> Tensor:
         """[R, S]: what is dropped first is the lowest score that is not protected, ties to the lower position."""
         raise NotImplementedError
 
     def protected(self, slots: Slots) -> Tensor:
         """bool [R, S]: what must not be dropped now. By default sinks, the recent window and the newest token."""
-        recent = slots.newest_held(max(1, self.recent_window))
+        recent = slots.newest_held(self.newest_protected)
         return recent | slots.first(self.sinks) if self.sinks else recent
 
     def evidence(self, slots: Slots) -> Tensor | None:
@@ -153,17 +198,36 @@ class Policy:
         return total
 
     @property
+    def wants_features(self) -> bool:
+        """Whether the policy looks at keys or values."""
+        return type(self).features is not Policy.features
+
+    @property
+    def newest_protected(self) -> int:
+        """How many of the newest held positions are protected: the recent window, and the newest unless it competes."""
+        return max(0 if self.newest_competes else 1, self.recent_window)
+
+    @property
     def effective_budget(self) -> int:
-        """What this layer is asked to hold: ``budget``, unless the policy shares it out unevenly over layers."""
-        return self.budget
+        """What this layer is asked to hold: ``budget``, unless ``layer_budgets`` shares it out unevenly."""
+        if self.layer_budgets == UNIFORM:
+            return self.budget
+        share = layers.share(
+            self.name, self.layer_budgets, self.budget, self.layer, self.num_layers, self.recent_window
+        )
+        return max(share, self.sinks + self.recent_window + 1)
 
     def keeps(self, asked: int) -> int:
-        """How many positions remain after ``evict(asked)``."""
-        return asked
+        """How many positions remain after ``evict(asked)`` of a running policy: no more than this layer's share."""
+        return asked if self.layer_budgets == UNIFORM else min(asked, self.effective_budget)
+
+    def remains(self, seen: int) -> int:
+        """How many positions a cache's eviction leaves, ``seen`` tokens having been seen. Usually the budget."""
+        return self.keeps(self.effective_budget)
 
     def for_layer(self, layer: int, layers: int) -> Self:
         """The policy of layer ``layer`` (0-based) of a model with ``layers`` layers."""
-        return self
+        return dataclasses.replace(self, layer=layer, num_layers=layers)
 
     def start(self) -> RunningPolicy:
         """A running instance: token 0 is held, nothing observed. See :class:`~tova.policies.running.RunningPolicy`."""
@@ -185,7 +249,7 @@ class Policy:
         changed = [
             f"{f.name}={getattr(self, f.name)}"
             for f in dataclasses.fields(self)
-            if f.init and f.name not in ("budget", "layer", "num_layers") and getattr(self, f.name) != f.default
+            if f.init and f.name not in _NOT_IN_LABEL and getattr(self, f.name) != f.default
         ]
         return " ".join([self.name, *changed])
 
@@ -210,8 +274,18 @@ def observe(policy: Policy, slots: Slots, attn: Tensor, active: Tensor | None = 
     slots.observed = slots.observed + (1 if active is None else active.long())
 
 
-def admit(policy: Policy, slots: Slots, slot: Tensor | int, position: Tensor, active: Tensor | None = None) -> None:
-    """Let the newest token join, in place: occupy ``slot`` (an index, or int64 [R, 1]) with fresh records."""
+def admit(
+    policy: Policy,
+    slots: Slots,
+    slot: Tensor | int,
+    position: Tensor,
+    active: Tensor | None = None,
+    own: Tensor | None = None,
+) -> None:
+    """Let the newest token join, in place: occupy ``slot`` (an index, or int64 [R, 1]) with fresh records.
+
+    ``own`` [R, 1] is the weight it gave to itself, None where tokens do not attend to themselves.
+    """
     rows = slots.positions.shape[0]
     where = slot if isinstance(slot, Tensor) else torch.full((rows, 1), slot, device=slots.positions.device)
     position = position.expand(rows, 1)
@@ -219,10 +293,14 @@ def admit(policy: Policy, slots: Slots, slot: Tensor | int, position: Tensor, ac
     slots.held = slots.held.scatter(-1, where, joins | slots.held.gather(-1, where))
     slots.positions = slots.positions.scatter(-1, where, position)
     slots.newest = torch.where(joins, position, slots.newest)
+    joined = {} if own is None else policy.admitted(own)
     for name, record in policy.records().items():
         old = slots.records[name]
         index = where.view(rows, 1, *[1] * len(record.width)).expand(rows, 1, *record.width)
-        slots.records[name] = old.scatter(1, index, record.fill)
+        if name in joined:
+            slots.records[name] = old.scatter(1, index, joined[name].to(old.dtype).reshape(index.shape))
+        else:
+            slots.records[name] = old.scatter(1, index, record.fill)
 
 
 def choose(policy: Policy, slots: Slots, excess: Tensor | int, most: int | None = None) -> Tensor:

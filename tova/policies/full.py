@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from tova.policies.base import Cost, Policy
+from tova.policies.layers import UNIFORM, LayerBudgets
 from tova.policies.slots import Slots
 
 UNBOUNDED = 2**62
@@ -24,6 +25,8 @@ class Full(Policy):
     budget: int = field(default=UNBOUNDED, init=False)
     sinks: int = field(default=0, init=False)
     recent_window: int = field(default=0, init=False)
+    per_head: bool = field(default=False, init=False)
+    layer_budgets: LayerBudgets = field(default=UNIFORM, init=False)
 
     def score(self, slots: Slots) -> Tensor:
         return slots.positions.double()

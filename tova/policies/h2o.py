@@ -56,3 +56,33 @@ class H2OHalf(H2O):
         self.require("budget", at_least=2)
         object.__setattr__(self, "recent_window", self.budget // 2)
         super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2OHead(H2OHalf):
+    """H2O as its authors' code that drops for real (``utils_real_drop`` in github.com/FMInference/H2O).
+
+    A kept set per key/value head, half the budget for the recent window, and a token's own weight counts from its
+    admission on. The code keeps a set per *query* head and sums the batch into one score; with grouped-query attention
+    the keys would have to be repeated for that, so here heads that share keys share the set, and rows of a batch are
+    independent.
+    """
+
+    name: ClassVar[str] = "h2o_head"
+
+    per_head: bool = True
+
+    def admitted(self, own: Tensor) -> dict[str, Tensor]:
+        return {"sum": own}
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2OMasked(H2OHead):
+    """H2O as its authors' evaluation simulates it by masks inside one forward (``utils_lm_eval``): unfaithful.
+
+    The scores it accumulates are of a softmax over *all* tokens, dropped ones included, which a cache that forgot them
+    could not compute. Kept to measure how far off its figures are; nothing is saved, since dropped keys are needed.
+    """
+
+    name: ClassVar[str] = "h2o_masked"
+    sees_dropped: ClassVar[bool] = True

@@ -5,9 +5,8 @@ Not a lower bound: on the canonical trace a plain window retains a little less a
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -23,7 +22,7 @@ class Random(Policy):
     """Drops a position drawn uniformly among the held ones, the newest token excepted.
 
     The draw is a hash of (seed, layer, step, position), so a run is the same however it is chunked or batched, and
-    layers draw independently. A cache sets ``layer`` itself.
+    layers draw independently.
 
     Args:
         seed: any integer.
@@ -33,20 +32,15 @@ class Random(Policy):
     reads_attention: ClassVar[bool] = False
 
     seed: int = 0
-    layer: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("seed", at_least=-(2**63))
-        self.require("layer", at_least=0)
 
     def score(self, slots: Slots) -> Tensor:
         key = _mix((self.seed * 0x9E3779B9 + self.layer) & _U32)
         step = _mix((slots.newest + key) & _U32)
         return _mix((slots.positions + step) & _U32).double()
-
-    def for_layer(self, layer: int, layers: int) -> Self:
-        return dataclasses.replace(self, layer=layer)
 
     def cost(self) -> Cost:
         return Cost(bytes_per_slot=4, step="O(1)", eviction="O(k)")

@@ -23,6 +23,10 @@ class RunningPolicy:
     """
 
     def __init__(self, policy: Policy) -> None:
+        if policy.wants_features:
+            raise UsageError(
+                f"{policy.name} ranks by keys or values, which a stream of attention weights does not have"
+            )
         self.policy = policy
         self._slots = Slots(
             positions=torch.zeros(1, 1, dtype=torch.int64),

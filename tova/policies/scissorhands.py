@@ -2,8 +2,8 @@
 
 Liu et al.: "Scissorhands: Exploiting the Persistence of Importance Hypothesis for LLM KV Cache Compression at Test
 Time", NeurIPS 2023, https://arxiv.org/abs/2305.17118. The paper counts *low*-attention events over a history window
-and drops about half the budget at once; counting high votes, as here, starts a fresh token as the worst instead of
-the best. It is another policy under the same idea.
+and drops about half the budget at once; counting high votes, as ``scissorhands`` does, starts a fresh token as the
+worst instead of the best. It is another policy under the same idea; ``scissorhands_paper`` is the paper's.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from tova.errors import UsageError
 from tova.policies.base import Cost, Policy, Record
 from tova.policies.slots import Slots
 
@@ -45,3 +47,56 @@ class Scissorhands(Policy):
 
     def cost(self) -> Cost:
         return Cost(bytes_per_slot=4 + 4 + 1, step="O(k)", eviction="O(k)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScissorhandsPaper(Policy):
+    """Scissorhands' algorithm as its paper states it: drop, many at once, what was below its fair share most often.
+
+    Over the last ``history`` observed steps a position counts those in which its weight was under ``1 / n``, n being
+    how many earlier positions were held. When the budget is exceeded, the highest counts outside the ``recent_window``
+    newest positions are dropped until ``drop_share`` of the budget is free again. A token counts nothing before it was
+    written, so fresh tokens are safe. Heads have sets of their own in the paper; ``per_head=false`` shares one.
+
+    Args:
+        recent_window: at least 1; the paper protects about 10.
+        history: steps remembered; the paper uses about 400.
+        drop_share: share of the budget that is freed at once, above 0 and below 1; the paper frees about half.
+    """
+
+    name: ClassVar[str] = "scissorhands_paper"
+    least_recent_window: ClassVar[int] = 1
+
+    recent_window: int = 10
+    per_head: bool = True
+    history: int = 400
+    drop_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("history", at_least=1)
+        if not 0 < self.drop_share < 1:
+            raise UsageError(f"{self.name}: drop_share must be above 0 and below 1, got {self.drop_share!r}")
+
+    def records(self) -> dict[str, Record]:
+        return {"low": Record(width=(self.history,), dtype=torch.bool)}
+
+    def observe(self, slots: Slots, attn: Tensor) -> dict[str, Tensor]:
+        rows, held = attn.shape
+        turn = (slots.observed % self.history).view(rows, 1, 1).expand(rows, held, 1)
+        low = attn.double() < 1.0 / slots.count.double()
+        return {"low": slots["low"].scatter(-1, turn, low.unsqueeze(-1))}
+
+    def score(self, slots: Slots) -> Tensor:
+        return -slots["low"].sum(-1).double()
+
+    def evidence(self, slots: Slots) -> Tensor:
+        return -self.score(slots)
+
+    def keeps(self, asked: int) -> int:
+        least = self.sinks + self.recent_window
+        return max(super().keeps(asked) - int(self.drop_share * self.effective_budget), least, 1)
+
+    def cost(self) -> Cost:
+        bits = -(-self.history // 8)
+        return Cost(bytes_per_slot=4 + bits + 4 + 1, step="O(k)", eviction="O(k * history), every drop_share * k steps")

@@ -8,10 +8,13 @@ Shape letters used throughout ``tova``:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from tova.errors import UsageError
 
 _NOWHERE = torch.iinfo(torch.int64).max
 
@@ -28,6 +31,7 @@ class Slots:
         records: what the policy remembers, name -> [R, S, ...].
         observed: int64 [R, 1], how many steps have been observed so far.
         newest: int64 [R, 1], the position of the newest token.
+        features: what is fixed of each token, name -> [R, S]; see ``Policy.features``.
     """
 
     positions: Tensor
@@ -35,6 +39,7 @@ class Slots:
     records: dict[str, Tensor]
     observed: Tensor
     newest: Tensor
+    features: dict[str, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, record: str) -> Tensor:
         return self.records[record]
@@ -71,3 +76,41 @@ class Slots:
         dense = x.gather(-1, order).masked_fill(~held, float("-inf"))
         pooled = torch.nn.functional.max_pool1d(dense.unsqueeze(1), kernel, stride=1, padding=kernel // 2).squeeze(1)
         return pooled.gather(-1, rank)
+
+    def average_pool(self, x: Tensor, kernel: int) -> Tensor:
+        """[R, S] -> [R, S]: sum of ``x`` over ``kernel`` adjacent held positions, over ``kernel``: ends count as 0."""
+        if kernel == 1:
+            return x
+        order, rank = self.in_position_order()
+        held = self.held.gather(-1, order)
+        dense = x.gather(-1, order).masked_fill(~held, 0.0)
+        pooled = torch.nn.functional.avg_pool1d(dense.unsqueeze(1), kernel, stride=1, padding=kernel // 2).squeeze(1)
+        return pooled.gather(-1, rank)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """New tokens as a layer writes them, for a policy that wants to know more of them than attention.
+
+    Attributes:
+        key: [B, K, T, D], rotated as the layer stores it.
+        value: [B, K, T, D].
+        positions: int64 [B, T], what the keys are rotated by.
+        unrotate: turns [B, K, T, D] keys back by their positions; None if the model's rotation is not known.
+    """
+
+    key: Tensor
+    value: Tensor
+    positions: Tensor
+    unrotate: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    @property
+    def unrotated_key(self) -> Tensor:
+        """[B, K, T, D]: the keys before rotation.
+
+        Raises:
+            UsageError: the model rotates its keys in a way not known here.
+        """
+        if self.unrotate is None:
+            raise UsageError("this policy wants keys before rotation, which this model's attention does not tell")
+        return self.unrotate(self.key, self.positions)

@@ -7,6 +7,7 @@ policies. On the same logits they decide alike. :func:`select` picks one.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,32 +20,40 @@ from tova.policies.slots import Slots
 SCANS = ("auto", "reference", "cpu")
 
 
+@dataclass
+class Chunk:
+    """What a scan works on: R kept sets, H_g query heads that share one, C queries, N candidates.
+
+    Attributes:
+        logits: float32 [R, H_g, C, N]. Candidates are ``kept`` slots in position order, then the chunk's own tokens.
+            May be overwritten.
+        slots: [R, N] candidates; ``held`` is False for the chunk's own tokens. Updated in place: after the scan it
+            holds what survives, with records as of the last step.
+        kept: how many of the N candidates come from before the chunk.
+        trigger: evict in the step after which this many would be held.
+        remains: how many an eviction leaves.
+        allowed: bool [R, C, N], what the model itself lets each query see beside causality; None if everything.
+        real: bool [R, C], False where the chunk's token is padding; None if none is.
+        sinks: float32 [R, H_g], a logit per head that only adds to the sum of weights (GPT-OSS); None without.
+        dtype: the model's, to which some policies round weights.
+    """
+
+    logits: Tensor
+    slots: Slots
+    kept: int
+    trigger: int
+    remains: int
+    allowed: Tensor | None = None
+    real: Tensor | None = None
+    sinks: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+
+
 class Scan(Protocol):
     """Turns a chunk's logits into attention weights, as if the policy had evicted step by step."""
 
-    def __call__(
-        self,
-        policy: Policy,
-        logits: Tensor,
-        slots: Slots,
-        kept: int,
-        allowed: Tensor | None,
-        real: Tensor | None,
-        budget: int,
-        every: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, policy: Policy, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
         """Scan one chunk.
-
-        Args:
-            logits: float32 [R, H_g, C, N]: R kept sets, H_g query heads that share one, C queries, N candidates:
-                ``kept`` slots in position order, then the chunk's own tokens. May be overwritten.
-            slots: [R, N] candidates; ``held`` is False for the chunk's own tokens. Updated in place: afterwards it
-                holds what survives, with records as of the last step.
-            kept: how many of the N candidates come from before the chunk.
-            allowed: bool [R, C, N], what the model itself lets each query see beside causality; None if everything.
-            real: bool [R, C], False where the chunk's token is padding; None if none is.
-            budget: what the layer may hold between steps.
-            every: evict once ``budget + every`` are held, down to ``budget``.
 
         Returns:
             weights [R, H_g, C, N] not yet divided, their sums [R, H_g, C, 1], and ``last`` int64 [R, N]: the last
@@ -53,8 +62,8 @@ class Scan(Protocol):
         ...
 
 
-def select(name: str, policy: Policy, device: torch.device) -> Scan:
-    """The scan called ``name``, one of ``SCANS``; ``auto`` is the fastest that can run ``policy`` on ``device``."""
+def select(name: str, policy: Policy, device: torch.device, dtype: torch.dtype) -> Scan:
+    """The scan called ``name``, one of ``SCANS``; ``auto`` is the fastest that can run ``policy`` there."""
     from tova.scan import reference
 
     if name == "reference":
@@ -63,8 +72,11 @@ def select(name: str, policy: Policy, device: torch.device) -> Scan:
     if usable:
         from tova.scan import cpu
 
-        if cpu.supports(policy):
+        if cpu.supports(policy, dtype):
             return cpu.scan
     if name == "cpu":
-        raise UsageError(f"scan=cpu needs numba, CPU tensors and a built-in policy, not {policy.name} on {device}")
+        raise UsageError(
+            f"scan=cpu needs numba, CPU tensors and a compiled built-in policy, not {policy.name} on {device} in "
+            f"{str(dtype).removeprefix('torch.')}"
+        )
     return reference.scan

@@ -17,29 +17,46 @@ from tova.policies import (
     H2O,
     Full,
     H2OHalf,
+    H2OHead,
+    L2Norm,
     Policy,
     PyramidKV,
+    PyramidKVPrefill,
     Random,
     Scissorhands,
-    Slots,
     SnapKV,
+    SnapKVPrefill,
     StreamingLLM,
+    StreamingLLMReindexed,
     Tova,
+    TovaHead,
+    TovaOfficial,
+    TovaValue,
     Window,
 )
+from tova.scan import Chunk
 
-OLDEST, LATEST, SUM, VOTES, RING, RANDOM = range(6)
-MODES: dict[type[Policy], tuple[int, str | None]] = {
-    Full: (OLDEST, None),
-    Window: (OLDEST, None),
-    StreamingLLM: (OLDEST, None),
-    Tova: (LATEST, "weight"),
-    H2O: (SUM, "sum"),
-    H2OHalf: (SUM, "sum"),
-    Scissorhands: (VOTES, "votes"),
-    SnapKV: (RING, "ring"),
-    PyramidKV: (RING, "ring"),
-    Random: (RANDOM, None),
+OLDEST, LATEST, SUM, VOTES, RING, RANDOM, FEATURE = range(7)
+# What a policy does, the record it does it with, and the feature that weighs or replaces it.
+MODES: dict[type[Policy], tuple[int, str | None, str | None]] = {
+    Full: (OLDEST, None, None),
+    Window: (OLDEST, None, None),
+    StreamingLLM: (OLDEST, None, None),
+    StreamingLLMReindexed: (OLDEST, None, None),
+    Tova: (LATEST, "weight", None),
+    TovaHead: (LATEST, "weight", None),
+    TovaOfficial: (LATEST, "weight", None),
+    TovaValue: (LATEST, "weight", "value_norm"),
+    H2O: (SUM, "sum", None),
+    H2OHalf: (SUM, "sum", None),
+    H2OHead: (SUM, "sum", None),
+    Scissorhands: (VOTES, "votes", None),
+    SnapKV: (RING, "ring", None),
+    SnapKVPrefill: (RING, "ring", None),
+    PyramidKV: (RING, "ring", None),
+    PyramidKVPrefill: (RING, "ring", None),
+    L2Norm: (FEATURE, None, "key_norm"),
+    Random: (RANDOM, None, None),
 }
 
 # Sums may be reassociated and multiplied-and-added in one rounding; infinities and NaN keep their meaning.
@@ -53,62 +70,55 @@ _INF = np.float64(np.inf)
 _U32 = np.int64(0xFFFFFFFF)
 
 
-def supports(policy: Policy) -> bool:
+def supports(policy: Policy, dtype: torch.dtype = torch.float32) -> bool:
     """Whether the compiled scan knows this very class (a subclass may have changed anything)."""
-    return type(policy) in MODES
+    return type(policy) in MODES and not (policy.rounds_weights and dtype != torch.float32)
 
 
-def scan(
-    policy: Policy,
-    logits: Tensor,
-    slots: Slots,
-    kept: int,
-    allowed: Tensor | None,
-    real: Tensor | None,
-    budget: int,
-    every: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :class:`tova.scan.Scan`; overwrites ``logits``."""
+def scan(policy: Policy, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    """See :class:`tova.scan.Scan`; overwrites the logits."""
+    logits, slots = chunk.logits.contiguous(), chunk.slots
     rows, heads, steps, candidates = logits.shape
-    logits = logits.contiguous()
-    mode, record = MODES[type(policy)]
+    mode, record, feature = MODES[type(policy)]
     sums = torch.empty(rows, heads, steps, 1)
     last = torch.empty(rows, candidates, dtype=torch.int64)
     # The kernel wants the candidates of a ring next to each other.
-    rings = (
-        slots["ring"].transpose(1, 2).contiguous().numpy() if mode == RING else np.empty((rows, 0, 0), dtype=np.float32)
-    )
-    numbers = (
-        slots[record].contiguous().numpy()
-        if record is not None and mode != RING
-        else np.empty((rows, candidates), dtype=np.float32)
-    )
+    rings = slots["ring"].transpose(1, 2).contiguous().numpy() if mode == RING else _nothing(rows, np.float32)
+    if record is not None and mode != RING:
+        numbers = slots[record].contiguous().numpy()
+    else:
+        numbers = np.empty((rows, candidates), dtype=np.float32)
+    features = slots.features[feature].contiguous().numpy() if feature else np.empty((rows, 0), dtype=np.float32)
     held = slots.held.contiguous().numpy().view(np.uint8)
     positions = slots.positions.contiguous().numpy()
-    steps_are_real = np.ones((rows, steps), dtype=np.bool_) if real is None else real.contiguous().numpy()
-    visible = np.empty((rows, 0, 0), dtype=np.bool_) if allowed is None else allowed.contiguous().numpy()
+    steps_are_real = np.ones((rows, steps), np.bool_) if chunk.real is None else chunk.real.contiguous().numpy()
+    visible = _nothing(rows, np.bool_) if chunk.allowed is None else chunk.allowed.contiguous().numpy()
+    sinks = np.empty((rows, 0), np.float32) if chunk.sinks is None else chunk.sinks.contiguous().numpy()
     observed = slots.observed.numpy().copy()
     newest = slots.newest.numpy().copy()
     for r in range(rows):
         observed[r, 0], newest[r, 0] = _scan_row(
             logits[r].numpy(),
             sums[r, ..., 0].numpy(),
-            kept,
+            chunk.kept,
             positions[r],
             held[r],
             visible[r],
             steps_are_real[r],
             last[r].numpy(),
             numbers[r],
+            features[r],
             rings[r],
+            sinks[r],
             observed[r, 0],
             newest[r, 0],
             mode,
             policy.reads_attention,
-            budget,
-            every,
+            policy.newest_competes or isinstance(policy, H2OHead),
+            chunk.trigger,
+            chunk.remains,
             policy.sinks,
-            max(1, policy.recent_window),
+            policy.newest_protected,
             getattr(policy, "pool_kernel", 1),
             random_key(policy),
         )
@@ -120,6 +130,10 @@ def scan(
     elif record is not None:
         slots.records[record] = torch.from_numpy(numbers)
     return logits, sums, last
+
+
+def _nothing(rows: int, dtype: type) -> np.ndarray:
+    return np.empty((rows, 0, 0), dtype=dtype)
 
 
 def random_key(policy: Policy) -> int:
@@ -161,8 +175,8 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 @_jit
 def _scan_row(  # type: ignore[no-untyped-def]
-    logits, sums, kept, positions, held, visible, real, last, numbers, ring, observed, newest,
-    mode, reads, budget, every, sinks, recent, pool, key,
+    logits, sums, kept, positions, held, visible, real, last, numbers, features, ring, head_sinks, observed, newest,
+    mode, reads, own, trigger, remains, sinks, recent, pool, key,
 ):  # fmt: skip
     """One kept set through one chunk; see :class:`tova.scan.Scan` for the meaning of the arrays."""
     heads, steps, candidates = logits.shape
@@ -202,6 +216,9 @@ def _scan_row(  # type: ignore[no-untyped-def]
             for j in range(m - 1):
                 top = max(top, row[j] if alive[j] > 0 else top)
             total = _F(0.0)
+            if len(head_sinks):
+                top = max(top, head_sinks[h])
+                total = np.exp(head_sinks[h] - top)
             for j in range(m):
                 weight = _exp(row[j] - top) * alive[j]
                 row[j] = weight
@@ -217,11 +234,11 @@ def _scan_row(  # type: ignore[no-untyped-def]
         if mode == LATEST:
             for j in range(m - 1):
                 numbers[j] = attn[j]
-            numbers[m - 1] = _F(np.nan)
+            numbers[m - 1] = attn[m - 1] if own else _F(np.nan)
         elif mode == SUM:
             for j in range(m - 1):
                 numbers[j] += attn[j]
-            numbers[m - 1] = _F(0.0)
+            numbers[m - 1] = attn[m - 1] if own else _F(0.0)
         elif mode == VOTES:
             fair_share = 1.0 / max(count, 1)
             for j in range(m - 1):
@@ -237,7 +254,7 @@ def _scan_row(  # type: ignore[no-untyped-def]
         observed += 1
         count += 1
         newest = positions[m - 1]
-        if count >= budget + every:
+        if count >= trigger:
             if mode == OLDEST:
                 for j in range(m):
                     score[j] = np.float64(j)
@@ -247,6 +264,12 @@ def _scan_row(  # type: ignore[no-untyped-def]
                 step = mix((newest + key) & _U32)
                 for j in range(m):
                     score[j] = np.float64(mix((positions[j] + step) & _U32))
+            elif mode == FEATURE:
+                for j in range(m):
+                    score[j] = -np.float64(features[j])
+            elif len(features):
+                for j in range(m):
+                    score[j] = np.float64(numbers[j] * features[j])
             else:
                 for j in range(m):
                     score[j] = np.float64(numbers[j])
@@ -256,7 +279,7 @@ def _scan_row(  # type: ignore[no-untyped-def]
                 first_recent -= 1
                 if alive[first_recent] > 0:
                     left -= 1
-            count -= _drop(score, alive, positions, last, i, first_recent, sinks, count - budget)
+            count -= _drop(score, alive, positions, last, i, first_recent, sinks, count - remains)
     for j in range(candidates):
         held[j] = 1 if alive[j] > 0 else 0
     return observed, newest

@@ -7,46 +7,72 @@ from torch import Tensor
 
 from tova.policies.base import Policy, admit, choose, observe
 from tova.policies.slots import Slots
+from tova.scan import Chunk
+
+_NOTHING = float("-inf")
 
 
-def scan(
-    policy: Policy,
-    logits: Tensor,
-    slots: Slots,
-    kept: int,
-    allowed: Tensor | None,
-    real: Tensor | None,
-    budget: int,
-    every: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def scan(policy: Policy, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`tova.scan.Scan`."""
+    logits, slots, kept = chunk.logits, chunk.slots, chunk.kept
     _, _, steps, candidates = logits.shape
+    index = torch.arange(candidates, device=logits.device)
     last = torch.full_like(slots.positions, steps)
     last[~slots.held] = -1
     for i in range(steps):
         newcomer = kept + i
-        active = None if real is None else real[:, i : i + 1]
-        if allowed is not None:
-            _expire(slots, last, slots.held & ~allowed[:, i], i, active)
-        seen = slots.held.clone()
-        seen[:, newcomer] = True if active is None else active[:, 0]
-        weights = logits[:, :, i].masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(-1).nan_to_num(0.0)
-        attn = weights.mean(1).masked_fill(~slots.held, 0.0)
+        active = None if chunk.real is None else chunk.real[:, i : i + 1]
+        if chunk.allowed is not None:
+            _expire(slots, last, slots.held & ~chunk.allowed[:, i], i, active)
+        joins = index == newcomer if active is None else (index == newcomer) & active
+        if policy.sees_dropped:
+            looked_at = (slots.positions >= 0) & (index <= newcomer)
+        else:
+            looked_at = slots.held | joins
+        row = _row(policy, chunk, i, looked_at)
         position = slots.positions[:, newcomer : newcomer + 1]
-        observe(policy, slots, attn, active)
-        admit(policy, slots, newcomer, position, active)
-        last[:, newcomer] = torch.where(seen[:, newcomer], steps, -1)
-        excess = slots.count - budget
-        dropped = choose(policy, slots, torch.where(excess >= every, excess, 0), most=every)
+        observe(policy, slots, row.masked_fill(~slots.held, 0.0), active)
+        admit(policy, slots, newcomer, position, active, own=row[:, newcomer : newcomer + 1])
+        last = torch.where(joins, steps, last)
+        count = slots.count
+        excess = torch.where(count >= chunk.trigger, count - chunk.remains, 0)
+        if logits.device.type == "cpu" and not bool(excess.any()):
+            continue
+        dropped = choose(policy, slots, excess, most=max(chunk.trigger - chunk.remains, 1))
         slots.held = slots.held & ~dropped
-        last[dropped] = i
+        last = torch.where(dropped, i, last)
     step = torch.arange(steps, device=logits.device).view(1, steps, 1)
-    joins = torch.arange(candidates, device=logits.device) - kept
-    visible = (joins <= step) & (step <= last.unsqueeze(1))
-    logits = logits.masked_fill(~visible.unsqueeze(1), float("-inf"))
-    top = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
+    visible = (index - kept <= step) & (step <= last.unsqueeze(1))
+    logits = logits.masked_fill(~visible.unsqueeze(1), _NOTHING)
+    top = logits.amax(-1, keepdim=True)
+    if chunk.sinks is not None:
+        top = torch.maximum(top, chunk.sinks[:, :, None, None])
+    top = top.clamp_min(torch.finfo(logits.dtype).min)
     weights = (logits - top).exp()
-    return weights, weights.sum(-1, keepdim=True), last
+    sums = weights.sum(-1, keepdim=True)
+    if chunk.sinks is not None:
+        sums = sums + (chunk.sinks[:, :, None, None] - top).exp()
+    return weights, sums, last
+
+
+def _row(policy: Policy, chunk: Chunk, step: int, looked_at: Tensor) -> Tensor:
+    """[R, N]: the weights of one query on ``looked_at``, averaged over heads; zero elsewhere, and for padding."""
+    logits = chunk.logits[:, :, step].masked_fill(~looked_at.unsqueeze(1), _NOTHING)
+    return head_average(policy, softmax(logits, chunk.sinks), chunk.dtype)
+
+
+def head_average(policy: Policy, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 [R, N] of weights [R, H_g, N]: the mean over heads, in the model's dtype where the policy says so."""
+    if policy.rounds_weights and dtype != torch.float32:
+        return weights.to(dtype).mean(1).float()
+    return weights.mean(1)
+
+
+def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """[R, H_g, N] beside ``sinks`` [R, H_g] if any; zero where a row has nothing to look at."""
+    if sinks is not None:
+        return torch.cat([logits, sinks.unsqueeze(-1)], -1).softmax(-1)[..., :-1]
+    return logits.softmax(-1).nan_to_num(0.0)
 
 
 def _expire(slots: Slots, last: Tensor, gone: Tensor, step: int, active: Tensor | None) -> None:

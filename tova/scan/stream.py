@@ -19,12 +19,15 @@ from tova.scan.cpu import (
     VOTES,
     mix,
     random_key,
-    supports,
 )
 
-__all__ = ["run", "supports"]
-
 _jit = nb.njit(error_model="numpy", nogil=True, cache=True)
+
+
+def supports(policy: Policy) -> bool:
+    """Whether this very class is compiled. On a trace tokens have no weight of their own, and no key or value."""
+    known = MODES.get(type(policy))
+    return known is not None and known[2] is None and not policy.prompt_only and not policy.newest_competes
 
 
 def run(
@@ -52,7 +55,7 @@ def run(
         MODES[type(policy)][0],
         budget,
         policy.sinks,
-        max(1, policy.recent_window),
+        policy.newest_protected,
         getattr(policy, "obs_window", 1),
         getattr(policy, "pool_kernel", 1),
         random_key(policy),

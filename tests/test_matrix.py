@@ -1,0 +1,303 @@
+"""Model x way of running x policy: each passes exactly, or is refused by name. The README keeps the table.
+
+``python tests/test_matrix.py`` prints it and puts it into the README.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from models import REFUSED, REFUSED_WHEN_RUN, ZOO, build, forward, tiny, tokens
+from oracle import PhysicalCache, compare, decode
+
+from tova import EvictingCache, UsageError, enable, policies
+from tova.compat import cache_argument
+
+README = Path(__file__).parent.parent / "README.md"
+BUDGET, TOKENS = 12, 44
+OPTIONS: dict[str, dict] = {
+    "full": {},
+    "h2o": dict(recent_window=4),
+    "scissorhands": dict(recent_window=4),
+    "scissorhands_paper": dict(recent_window=3, history=20),
+    "snapkv": dict(recent_window=4, obs_window=8),
+    "snapkv_prefill": dict(recent_window=4, pool_kernel=3),
+    "pyramidkv": dict(recent_window=3, obs_window=8),
+    "pyramidkv_prefill": dict(recent_window=4, pool_kernel=3, beta=4),
+}
+# What no cache that forgets can do, or what evicts at the end of a prompt only: nothing to decode physically.
+NOT_PHYSICAL = ("h2o_masked", "snapkv_prefill", "pyramidkv_prefill", "random")
+
+
+def make(policy: str):
+    options = OPTIONS.get(policy, {})
+    return policies.make(policy, **options) if policy == "full" else policies.make(policy, budget=BUDGET, **options)
+
+
+def generate(model, ids, cache, **more):
+    # A random model would write padding and end-of-text marks, which generate gives a meaning.
+    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, suppress_tokens=[0, 1, 2]) | more
+    return model.generate(ids, **{cache_argument(model): cache}, **options)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, at_most: float = 2e-3) -> None:
+    difference = (a - b).abs().max()
+    assert difference < at_most, f"logits differ by {difference:.1e}"
+
+
+# -- ways of running ------------------------------------------------------------------------------------------
+
+
+def physically(model, policy: str) -> None:
+    """The replay's kept sets and logits are those of a cache that really evicts, one token at a time."""
+    ids, padding = tokens(2, TOKENS, seed=2), [0, 9]
+    if policy in NOT_PHYSICAL:
+        pytest.skip("nothing to decode physically")
+    cache = EvictingCache(make(policy), chunk=16)
+    logits = forward(model, ids, cache, padding)
+    physical = PhysicalCache(policy, 0 if policy == "full" else BUDGET, padding, **OPTIONS.get(policy, {}))
+    expected = decode(model, ids, physical)
+    verdict = compare(cache.evicted_at, physical)
+    assert not verdict.unexcused, verdict.unexcused
+    if not verdict.different:
+        real = torch.arange(TOKENS) >= torch.tensor(padding).unsqueeze(1)
+        close(logits[real], expected[real])
+
+
+def own_attention(model, policy: str) -> None:
+    """A budget that is never reached gives the model's own attention."""
+    ids, padding = tokens(2, TOKENS, seed=3), [7, 0]
+    real = torch.arange(TOKENS) >= torch.tensor(padding).unsqueeze(1)
+    mask = real.long()
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        expected = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    enable(model)
+    unbounded = make("full") if policy == "full" else make(policy).with_budget(1000)
+    close(forward(model, ids, EvictingCache(unbounded, chunk=16), padding)[real], expected[real])
+
+
+def token_by_token(model, policy: str) -> None:
+    """Decoding through fixed slots is the replay, after a prompt and with another one in between."""
+    ids = tokens(2, TOKENS, seed=4)
+    whole, stepwise = EvictingCache(make(policy)), EvictingCache(make(policy), scan="reference", chunk=7)
+    expected = forward(model, ids, whole)
+    parts = [forward(model, ids[:, :18], stepwise)]
+    parts += [forward(model, ids[:, t : t + 1], stepwise) for t in range(18, 32)]
+    parts += [forward(model, ids[:, 32:40], stepwise)]
+    parts += [forward(model, ids[:, t : t + 1], stepwise) for t in range(40, TOKENS)]
+    assert (whole.evicted_at == stepwise.evicted_at).all()
+    close(torch.cat(parts, 1), expected)
+
+
+def left_padded(model, policy: str) -> None:
+    """A padded row of a batch is the row alone."""
+    ids = tokens(2, TOKENS, seed=5)
+    both, alone = EvictingCache(make(policy)), EvictingCache(make(policy))
+    logits = forward(model, ids, both, [0, 11])
+    close(logits[1:, 11:], forward(model, ids[1:, 11:], alone))
+    log = both.evicted_at[:, 1:, ..., 11:]
+    assert (torch.where(log <= TOKENS, log - 11, log) == alone.evicted_at).all()
+
+
+def generating(model, policy: str) -> None:
+    """Greedy text: fed back in one pass, the same choices and the same drops; a prompt in pieces changes nothing."""
+    ids, more = tokens(2, 24, seed=6), _unlike(policy)
+    cache = EvictingCache(make(policy))
+    text = generate(model, ids, cache, **more)
+    again = EvictingCache(make(policy))
+    logits = forward(model, text[:, :-1], again)
+    assert more or (logits[:, 23:, 3:].argmax(-1) + 3 == text[:, 24:]).all()
+    assert (again.evicted_at == cache.evicted_at).all()
+    assert (generate(model, ids, EvictingCache(make(policy)), prefill_chunk_size=9, **more) == text).all()
+
+
+def sampling_and_beams(model, policy: str) -> None:
+    """A sampled text replays to the drops it was sampled with; beams find what they find with an ordinary cache."""
+    ids, more = tokens(2, 20, seed=7), _unlike(policy)
+    cache = EvictingCache(make(policy))
+    torch.manual_seed(0)
+    text = generate(model, ids, cache, do_sample=True, temperature=1.5, **more)
+    again = EvictingCache(make(policy))
+    forward(model, text[:, :-1], again)
+    assert (again.evicted_at == cache.evicted_at).all()
+    unbounded = make("full") if policy == "full" else make(policy).with_budget(1000)
+    beams = dict(num_beams=3, max_new_tokens=8, **more)
+    with torch.inference_mode():
+        expected = model.generate(ids, do_sample=False, pad_token_id=0, suppress_tokens=[0, 1, 2], **beams)
+    assert (generate(model, ids, EvictingCache(unbounded), **beams) == expected).all()
+    assert generate(model, ids, EvictingCache(make(policy)), **beams).shape == expected.shape
+
+
+def _unlike(policy: str) -> dict:
+    """Texts that never repeat a token for a policy to which equal tokens of the first layer are an exact tie."""
+    return dict(no_repeat_ngram_size=1) if policy == "l2norm" else {}
+
+
+def going_on(model, policy: str) -> None:
+    """A conversation continues with the same cache; a cache copied or stored mid-way goes on as if nothing happened."""
+    ids, more = tokens(1, 24, seed=8), _unlike(policy)
+    at_once = EvictingCache(make(policy))
+    text = generate(model, ids, at_once, max_new_tokens=12, **more)
+    cache = EvictingCache(make(policy))
+    first = generate(model, ids, cache, max_new_tokens=5, **more)
+    stored = io.BytesIO()
+    torch.save(cache.state_dict(), stored)
+    copied = copy.deepcopy(cache)
+    stored.seek(0)
+    restored = EvictingCache(make(policy))
+    restored.load_state_dict(torch.load(stored, weights_only=True))
+    for kept in (cache, copied, restored):
+        assert (generate(model, first, kept, max_new_tokens=7, **more) == text).all()
+        assert (kept.evicted_at == at_once.evicted_at).all()
+    cache.reset()
+    assert (generate(model, ids, cache, max_new_tokens=12, **more) == text).all()
+
+
+def one_shot(model, policy: str) -> None:
+    """A prompt at once: every token of it sees all the model lets it see, then the policy evicts once."""
+    ids, padding = tokens(2, TOKENS, seed=9), [0, 5]
+    full = forward(model, ids, EvictingCache(make("full")), padding)
+    for scan in ("reference", "auto"):
+        cache = EvictingCache(make(policy), prefill="one_shot", scan=scan, chunk=16)
+        close(forward(model, ids, cache, padding)[0], full[0])
+        log = cache.evicted_at
+        dropped = (log >= 0) & (log < TOKENS)
+        window = (log == TOKENS - 1) & dropped
+        if model.config.get_text_config().model_type in ("llama", "qwen3"):  # no windows: all go at the end
+            assert (dropped == window).all()
+            for layer in range(len(cache.layers)):
+                made = cache.layers[layer].policy
+                assert len(cache.kept(layer)) == (TOKENS if policy == "full" else made.remains(TOKENS))
+        if scan == "reference":
+            first = log
+        assert (log == first).all()
+    forward(model, tokens(2, 1, seed=10), cache)
+    assert cache.get_seq_length() == TOKENS + 1
+
+
+def at_intervals(model, policy: str) -> None:
+    """The cache grows four past its budget and is cut back at once, replayed or token by token."""
+    ids = tokens(2, TOKENS, seed=11)
+    whole, stepwise = (EvictingCache(make(policy), evict_every=4, chunk=c) for c in (16, 100))
+    expected = forward(model, ids, whole)
+    parts = [forward(model, ids[:, :20], stepwise)]
+    parts += [forward(model, ids[:, t : t + 1], stepwise) for t in range(20, TOKENS)]
+    assert (whole.evicted_at == stepwise.evicted_at).all()
+    close(torch.cat(parts, 1), expected)
+
+
+WAYS: dict[str, Callable] = {
+    "physical decode": physically,
+    "own attention": own_attention,
+    "token by token": token_by_token,
+    "left padding": left_padded,
+    "generate, chunked prefill": generating,
+    "sampling, beams": sampling_and_beams,
+    "continue, store, reset": going_on,
+    "one-shot prefill": one_shot,
+    "evict every 4": at_intervals,
+}
+
+
+@pytest.fixture(scope="module")
+def model(request):
+    return tiny(request.param)
+
+
+def run(model, way: str, policy: str) -> str:
+    """``exact``, or ``refused: why``; anything else raises."""
+    if policy == "l2norm" and model.config.get_text_config().model_type == "llama4_text":
+        pytest.skip("all keys have the same norm: there is nothing to rank")
+    try:
+        WAYS[way](model, policy)
+    except UsageError as e:
+        return f"refused: {e}"
+    return "exact"
+
+
+# All policies on two models and a few policies on all; the rest of the product is slow.
+# Positions are one rotation for all layers, and no layer has a window: what re-indexing needs.
+REINDEXABLE = ("llama", "qwen2", "qwen3", "phi3", "gpt_neox", "mixtral")
+THOROUGH, OFTEN = ("llama", "gemma3"), ("tova", "h2o_head", "snapkv", "streaming_llm")
+
+
+def _cells():
+    for name in ZOO:
+        for way in WAYS:
+            for policy in policies.POLICIES:
+                slow = () if name in THOROUGH or policy in OFTEN else pytest.mark.slow
+                yield pytest.param(name, way, policy, marks=slow, id=f"{name}-{way}-{policy}")
+
+
+@pytest.mark.parametrize(("model", "way", "policy"), _cells(), indirect=["model"], scope="module")
+def test_cell(model, way: str, policy: str) -> None:
+    found = run(model, way, policy)
+    if policy == "streaming_llm_reindexed" and model.config.get_text_config().model_type not in REINDEXABLE:
+        assert found.startswith("refused: streaming_llm_reindexed")
+    else:
+        assert found == "exact"
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_WHEN_RUN])
+def test_refused_by_name(name: str) -> None:
+    kind, options, says = (REFUSED | REFUSED_WHEN_RUN)[name]
+    model = build(kind, options)
+    with pytest.raises(UsageError) as error:
+        forward(enable(model), tokens(1, 20), EvictingCache(policies.make("tova", budget=8)))
+    assert says in str(error.value)
+    if name in REFUSED:
+        assert kind in str(error.value)
+
+
+def table() -> str:
+    """The matrix as Markdown: per model and way, how many of the policies are exact and which are refused."""
+    ways = list(WAYS)
+    lines = ["| model | what is particular | " + " | ".join(ways) + " |", "|---|---|" + "---|" * len(ways)]
+    refusals: Counter[str] = Counter()
+    for name, (_, _, particular) in ZOO.items():
+        model = tiny(name)
+        cells = []
+        for way in ways:
+            outcomes = Counter()
+            for policy in policies.POLICIES:
+                try:
+                    found = run(model, way, policy)
+                except pytest.skip.Exception:
+                    continue
+                outcomes[found.split(":")[0]] += 1
+                if found != "exact":
+                    refusals[found] += 1
+            cells.append(f"{outcomes['exact']}" + (f", {outcomes['refused']} refused" if outcomes["refused"] else ""))
+        lines.append(f"| {name} | {particular} | " + " | ".join(cells) + " |")
+    for name, (kind, _, says) in (REFUSED | REFUSED_WHEN_RUN).items():
+        lines.append(f"| {name} | refused: {kind} {says} |" + " |" * len(ways))
+    total = len(policies.POLICIES)
+    note = f"Of {total} policies ({len(NOT_PHYSICAL)} of them have nothing to decode physically). Refused are:"
+    return "\n".join([*lines, "", note, "", *(f"- {text.removeprefix('refused: ')}" for text in sorted(refusals))])
+
+
+def test_the_readme_keeps_the_table() -> None:
+    """Models, ways and the number of policies are those tested here."""
+    (kept,) = re.findall(r"<!-- matrix -->\n(.*?)<!-- /matrix -->", README.read_text(), flags=re.DOTALL)
+    for name in [*ZOO, *REFUSED, *REFUSED_WHEN_RUN]:
+        assert f"| {name} |" in kept
+    for way in WAYS:
+        assert way in kept
+    assert f"Of {len(policies.POLICIES)} policies" in kept
+
+
+if __name__ == "__main__":
+    made = table()
+    print(made)
+    text = README.read_text()
+    begin, end = "<!-- matrix -->\n", "<!-- /matrix -->"
+    README.write_text(text.split(begin)[0] + begin + "\n" + made + "\n\n" + end + text.split(end)[1])

@@ -1,0 +1,67 @@
+"""How a budget is shared out over a model's layers: an option of every policy, so that ablations need no classes.
+
+``uniform``     every layer holds the budget.
+``linear:R``    falls linearly from the first layer to the last, the first about R times the last; the mean is the
+                budget, a little less since shares are floored. R is an integer of at least 1, 4 if left out.
+``slope:B``     PyramidKV's own: beyond the recent window, the last layer holds a B-th of the budget and the first
+                twice the budget less that, in equal steps. B is 20 if left out. https://arxiv.org/abs/2406.02069
+a list          tokens per layer, one for each layer of the model.
+
+No share is below what is protected plus one, so that there is always a position to choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tova.errors import UsageError
+
+LayerBudgets = str | Sequence[int]
+UNIFORM = "uniform"
+_DEFAULTS = {"linear": 4, "slope": 20}
+
+
+def check(name: str, budgets: LayerBudgets) -> LayerBudgets:
+    """The option in its normal form: a string, or a tuple of integers.
+
+    Raises:
+        UsageError: it is none of the forms above.
+    """
+    if not isinstance(budgets, str):
+        listed = tuple(budgets)
+        if not listed or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in listed):
+            raise UsageError(
+                f"{name}: layer_budgets must list an integer of at least 1 for each layer, got {budgets!r}"
+            )
+        return listed
+    if budgets == UNIFORM:
+        return budgets
+    kind, _, number = budgets.partition(":")
+    if kind not in _DEFAULTS or (number and not number.isdigit()) or number == "0":
+        raise UsageError(
+            f"{name}: layer_budgets must be uniform, linear:R, slope:B (R and B integers of at least 1) or a list of "
+            f"tokens per layer, got {budgets!r}"
+        )
+    return f"{kind}:{number or _DEFAULTS[kind]}"
+
+
+def share(name: str, budgets: LayerBudgets, budget: int, layer: int, layers: int, recent_window: int) -> int:
+    """Positions layer ``layer`` of ``layers`` may hold, before any lower limit.
+
+    Raises:
+        UsageError: a list that is not one number per layer.
+    """
+    if not isinstance(budgets, str):
+        if len(budgets) != layers:
+            raise UsageError(f"{name}: layer_budgets lists {len(budgets)} layers, the model has {layers}")
+        return budgets[layer]
+    if budgets == UNIFORM or layers == 1:
+        return budget
+    kind, _, number = budgets.partition(":")
+    if kind == "linear":
+        ratio, last = int(number), layers - 1
+        return 2 * budget * (ratio * last - layer * (ratio - 1)) // ((ratio + 1) * last)
+    beyond = budget - recent_window
+    least = beyond // int(number)
+    most = 2 * beyond - least
+    return recent_window + most - layer * ((most - least) // (layers - 1))
