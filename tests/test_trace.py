@@ -138,7 +138,10 @@ def test_upper_bound(trace) -> None:
     assert [round(bound_topk(trace, budget), 4) for budget in BUDGETS] == [0.9618, 0.9692, 0.9798]
 
 
-@pytest.mark.parametrize("policy", policies.POLICIES)
+COMPILED = (*PUBLISHED, "full", "h2o_half", "h2o_head", "streaming_llm_reindexed", "tova_head", "random")
+
+
+@pytest.mark.parametrize("policy", COMPILED)
 def test_compiled_simulation_decides_like_the_running_policy(policy: str) -> None:
     """Every decision and figure, on another trace and at budgets small enough to press."""
     trace = canonical_trace(seed=11, tokens=900)
@@ -150,6 +153,41 @@ def test_compiled_simulation_decides_like_the_running_policy(policy: str) -> Non
         assert (compiled.hits == running.hits).all()
         assert np.abs(compiled.mass - running.mass).max() < 1e-12
         assert compiled.evict_calls == running.evict_calls
+
+
+@pytest.mark.parametrize("policy", [name for name in policies.POLICIES if name not in COMPILED])
+def test_policies_that_are_not_compiled(policy: str) -> None:
+    """They run step by step where a trace has what they need, and say so where it has not."""
+    trace = canonical_trace(seed=11, tokens=300)
+    made = policies.make(policy, budget=60)
+    refusals = {
+        "snapkv_prefill": "selects once, at the end of a prompt",
+        "pyramidkv_prefill": "selects once, at the end of a prompt",
+        "tova_value": "ranks by keys or values",
+        "l2norm": "ranks by keys or values",
+    }
+    if policy in refusals:
+        with pytest.raises(UsageError, match=f"{policy} {refusals[policy]}"):
+            simulate(made, trace)
+    else:
+        with pytest.raises(UsageError, match=f"engine=compiled needs numba and a compiled .* not {policy}"):
+            simulate(made, trace, engine="compiled")
+        found = simulate(made, trace)
+        assert len(found.kept) <= 60
+        assert 0 < found.retained_mass < 1
+
+
+def test_variants_that_are_their_original_on_a_trace() -> None:
+    """A trace has no weight of the newest token and no heads: what differs in these is not there."""
+    trace = canonical_trace(seed=11, tokens=300)
+
+    def log(name: str) -> np.ndarray:
+        return simulate(policies.make(name, budget=60), trace).evicted_at
+
+    assert (log("tova_official") == log("tova")).all()
+    assert (log("tova_head") == log("tova")).all()
+    assert (log("h2o_head") == log("h2o_half")).all()
+    assert (log("streaming_llm_reindexed") == log("streaming_llm")).all()
 
 
 def test_simulation_against_a_naive_loop() -> None:

@@ -33,6 +33,8 @@ NEVER = torch.iinfo(torch.int64).max
 """``evicted_at`` of a token that was never dropped."""
 PADDING = -1
 """``evicted_at`` of a padding column."""
+_AT_ONCE = 4096
+"""Slots a layer takes at its first decoded token if its budget is no larger."""
 
 
 class Visibility(Protocol):
@@ -148,6 +150,8 @@ class LayerState:
     """Columns processed so far, padding included."""
     ordered: bool = True
     """Whether occupied slots are in position order and come first."""
+    dense: bool = True
+    """Whether occupied slots are the first ``most``, in any order."""
     ragged: bool = False
     """Whether rows may hold different numbers (because of padding, or of a layer's own window)."""
     most: int = 0
@@ -191,7 +195,7 @@ class LayerState:
             "keys": self.keys,
             "values": self.values,
             "start": self.start,
-            "numbers": [self.seen, int(self.ordered), int(self.ragged), self.most],
+            "numbers": [self.seen, int(self.ordered), int(self.dense), int(self.ragged), self.most],
             "slots": [s.positions, s.held, s.observed, s.newest],
             "records": dict(s.records),
             "features": dict(s.features),
@@ -202,7 +206,7 @@ class LayerState:
     def unpack(cls, packed: dict[str, Any]) -> LayerState:
         """What :meth:`pack` packed, in tensors of its own."""
         positions, held, observed, newest = (t.clone() for t in packed["slots"])
-        seen, ordered, ragged, most = packed["numbers"]
+        seen, ordered, dense, ragged, most = packed["numbers"]
         log = packed["log"]
         return cls(
             keys=packed["keys"].clone(),
@@ -218,6 +222,7 @@ class LayerState:
             start=packed["start"].clone(),
             seen=seen,
             ordered=bool(ordered),
+            dense=bool(dense),
             ragged=bool(ragged),
             most=most,
             log=None if log is None else EvictionLog(log.clone(), log.shape[-1]),
@@ -347,7 +352,7 @@ class _Call:
         inside = count + (positions - positions[:, :1].clamp_min(0))
         inside = torch.where(inside >= self.trigger, budget + (inside - budget) % self.every, inside)
         moved = self.attention.rotation.turn(query, positions, inside)
-        sink = ((slots.positions >= 0) & (slots.positions < self.policy.sinks))[:, None, None, :]
+        sink = ((slots.positions >= 0) & (slots.positions < self.policy.sinks))[:, None, None, : keys.shape[2]]
         return torch.where(sink, self.attention.logits(moved, keys), logits)
 
 
@@ -448,7 +453,7 @@ def _with_newcomers(policy: Policy, slots: Slots, positions: Tensor, features: d
 def _compact(state: LayerState, policy: Policy) -> None:
     """Keep only the survivors among the candidates, in the order they are in."""
     slots = state.slots
-    state.ordered = True
+    state.ordered, state.dense = True, not state.ragged
     if policy.sees_dropped:
         state.most = slots.held.shape[1]
         return
@@ -484,7 +489,7 @@ def _into_position_order(state: LayerState) -> None:
     if not state.ordered or state.slots.held.shape[1] > state.most:
         order, _ = state.slots.in_position_order()
         _take(state, order[:, : state.most])
-        state.ordered = True
+        state.ordered, state.dense = True, not state.ragged
 
 
 def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: _Call) -> Tensor:
@@ -503,6 +508,8 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: 
         slots.held = slots.held & ~gone
         if state.log is not None:
             state.log.write(columns, step - 1, gone)
+    # Until something is dropped the occupied slots are the first ones, and only they are looked at.
+    used = state.most + 1 if state.dense else slots.held.shape[1]
     slot = slots.held.to(torch.uint8).argmin(-1, keepdim=True)
     where = slot.view(batch, sets, 1, 1).expand(batch, key.shape[1], 1, 1)
     state.keys.scatter_(2, where.expand(-1, -1, -1, size), key)
@@ -510,20 +517,21 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: 
     for name, feature in call.features(key, value, position, sets).items():
         slots.features[name] = slots.features[name].scatter(-1, slot, feature)
     slots.positions = slots.positions.scatter(-1, slot, position)
-    logits = attention.logits(query, state.keys)
-    logits = call.reindexed(logits, query, state.keys, position, slots, slots.count)
+    keys = state.keys[:, :, :used]
+    logits = attention.logits(query, keys)
+    logits = call.reindexed(logits, query, keys, position, slots, slots.count)
     logits = logits.view(batch * sets, heads // sets, -1)
-    full = not state.ragged and state.most + 1 == slots.held.shape[1]
-    if not full:
-        seen = slots.held.scatter(-1, slot, True)
+    if state.ragged or state.most + 1 < used:
+        seen = slots.held.scatter(-1, slot, True)[:, :used]
         logits = logits.masked_fill_(~seen.unsqueeze(1), float("-inf"))
     weights = softmax(logits, attention.sinks_of(batch, sets))
-    out = attention.mix(weights.view(batch, heads, 1, -1), None, state.values)
+    out = attention.mix(weights.view(batch, heads, 1, -1), None, state.values[:, :, :used])
     own = None
     if policy.reads_attention:
         row = head_average(policy, weights, query.dtype)
         own = row.gather(-1, slot)
-        observe(policy, slots, row.scatter(-1, slot, 0.0))
+        row = row.scatter(-1, slot, 0.0)
+        observe(policy, slots, torch.nn.functional.pad(row, (0, slots.held.shape[1] - used)))
     admit(policy, slots, slot, position, own=own)
     state.seen += 1
     state.ordered = False
@@ -537,6 +545,7 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: 
     else:
         state.most += 1
         return out
+    state.dense = False
     slots.held = slots.held & ~dropped
     if state.log is not None:
         state.log.write(slots.positions + state.start, step, dropped)
@@ -544,11 +553,11 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: 
 
 
 def _make_room(state: LayerState, policy: Policy, capacity: int) -> None:
-    """A free slot in every row. Room grows by an eighth until ``capacity``, where it stays."""
+    """A free slot in every row: all there will ever be at once, or, where that is a lot, an eighth more each time."""
     size = state.slots.held.shape[1]
     if state.most < size:
         return
-    more = min(capacity, size + max(64, size // 8)) - size
+    more = min(capacity, max(_AT_ONCE, size + max(64, size // 8))) - size
     state.keys = torch.nn.functional.pad(state.keys, (0, 0, 0, more))
     state.values = torch.nn.functional.pad(state.values, (0, 0, 0, more))
     s = state.slots
@@ -577,7 +586,7 @@ def _full(query: Tensor, key: Tensor, value: Tensor, state: LayerState, attentio
         held=torch.nn.functional.pad(s.held, (0, steps), value=True),
         records={},
         observed=s.observed,
-        newest=positions[:, -1:],
+        newest=positions[:, -1:].clone(),
     )
     state.seen += steps
     state.most += steps

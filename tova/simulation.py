@@ -95,7 +95,7 @@ def simulate(policy: Policy | Any, trace: Trace, engine: str = "auto") -> Simula
         mass, hits, evicted_at, evict_calls = stream.run(policy, budget, trace.flat, trace.heavy_table)
         return Simulation(budget, mass, hits, possible, evicted_at, evict_calls)
     if engine == "compiled":
-        raise UsageError(f"engine=compiled needs numba and a built-in policy, not {policy.name}")
+        raise UsageError(f"engine=compiled needs numba and a compiled built-in policy, not {policy.name}")
     running = policy.start()
     steps = len(trace)
     held = np.zeros(steps + 1, dtype=bool)
