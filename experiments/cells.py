@@ -60,13 +60,45 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """How much of a document is its prompt: a number of tokens, or a share of its length, rounded down."""
+
+    value: int | float
+
+    @classmethod
+    def parse(cls, value: Any) -> Prompt | None:
+        """From a configuration: null, an integer of at least 2, or a number strictly between 0 and 1."""
+        if value is None:
+            return None
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (whole and value >= 2) and not (isinstance(value, float) and 0 < value < 1):
+            raise UsageError(
+                f"prompt={value}: must be null, an integer of at least 2 tokens (prompt=1024), or a share below 1 of "
+                "the document's length (prompt=0.5)"
+            )
+        return cls(value)
+
+    def tokens(self, length: int) -> int:
+        """In tokens, for a document of ``length`` tokens; at least one token must follow."""
+        tokens = self.value if isinstance(self.value, int) else math.floor(self.value * length + 1e-9)
+        if not 2 <= tokens < length:
+            raise UsageError(
+                f"prompt={self.value}: is {tokens} tokens of a document of {length}; it takes at least 2, and at least "
+                "one must follow"
+            )
+        return tokens
+
+
+@dataclass(frozen=True)
 class Cell:
     """What to run, composed and checked; nothing is loaded.
 
     Attributes:
         config: the resolved configuration, as it will be stored.
         policy_class: makes the policy once the budget is known in tokens.
+        policy_parameters: those that differ from the policy's own defaults; the budget is no part of them.
         budget: None for a policy that takes none (``full``).
+        prompt: None where a document has none: everything is as if decoded.
     """
 
     config: dict[str, Any]
@@ -74,6 +106,7 @@ class Cell:
     policy_class: type[Policy]
     policy_parameters: dict[str, Any]
     budget: Budget | None
+    prompt: Prompt | None
     model: Model | None
     dataset: Dataset | None
     device: str
@@ -96,6 +129,8 @@ class Cell:
         }
         if self.model is not None:
             identity |= {"model": self.model.identity(), "device": self.device, "evict_every": self.evict_every}
+            if self.prompt is not None:
+                identity |= {"prefill": self.prefill, "prompt": self.prompt.value}
         if self.dataset is not None:
             identity["dataset"] = self.dataset.identity()
         return identity
@@ -103,6 +138,10 @@ class Cell:
     @property
     def evict_every(self) -> int:
         return int(self.config["evict_every"])
+
+    @property
+    def prefill(self) -> str:
+        return str(self.config["prefill"])
 
     @cached_property
     def id(self) -> str:
@@ -118,15 +157,25 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """For people: ``tova 256``."""
-        return self.policy_class.name if self.budget is None else f"{self.policy_class.name} {self.budget}"
+        """For people: ``tova sinks=4 256``."""
+        changed = [f"{name}={value}" for name, value in self.policy_parameters.items()]
+        how = ["one-shot"] if self.prefill == "one_shot" else []
+        how += [f"every {self.evict_every}"] if self.evict_every > 1 else []
+        budget = [] if self.budget is None else [str(self.budget)]
+        return " ".join([self.policy_class.name, *changed, *how, *budget])
 
     def with_full_cache(self) -> Cell:
         """The same task on the same data by the model that forgets nothing."""
         from tova.policies import Full
 
-        config = {**self.config, "policy": {"_target_": "tova.policies.Full"}, "budget": None, "evict_every": 1}
-        return dataclasses.replace(self, config=config, policy_class=Full, policy_parameters={}, budget=None)
+        config = {**self.config, "policy": {"_target_": "tova.policies.Full"}, **_UNBOUNDED}
+        return dataclasses.replace(
+            self, config=config, policy_class=Full, policy_parameters={}, budget=None, prompt=None
+        )
+
+
+_UNBOUNDED = {"budget": None, "evict_every": 1, "prefill": "every_step", "prompt": None}
+"""Options that make no difference where nothing is dropped."""
 
 
 def plan(config: DictConfig) -> Cell:
@@ -150,20 +199,24 @@ def plan(config: DictConfig) -> Cell:
 
     task = _make(config.task, "task")
     policy_class = _policy_class(config.policy._target_)
-    parameters = {str(k): v for k, v in resolved["policy"].items() if k != "_target_"}
+    parameters = _changed(policy_class, {str(k): v for k, v in resolved["policy"].items() if k != "_target_"})
     takes_budget = any(f.name == "budget" and f.init for f in dataclasses.fields(policy_class))
     budget = Budget.parse(resolved["budget"]) if takes_budget else None
     every = resolved["evict_every"]
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise UsageError(f"evict_every={every}: must be an integer of at least 1")
+    prompt = Prompt.parse(resolved["prompt"])
+    _check_prefill(resolved["prefill"], prompt, policy_class)
     if budget is None:
-        resolved |= {"budget": None, "evict_every": 1}
+        resolved |= _UNBOUNDED
+        prompt = None
     cell = Cell(
         config=resolved,
         task=task,
         policy_class=policy_class,
         policy_parameters=parameters,
         budget=budget,
+        prompt=prompt,
         model=_make(config.model, "model") if task.uses_model else None,
         dataset=_make(config.dataset, "dataset") if task.uses_model else None,
         device=_device(resolved["device"]) if task.uses_model else "",
@@ -171,8 +224,42 @@ def plan(config: DictConfig) -> Cell:
     length = cell.dataset.tokens if cell.dataset is not None else task.length
     if budget is None or isinstance(budget.value, int) or length is not None:
         _checked_policy(cell, length or 0)
+    if prompt is not None and length is not None:
+        prompt.tokens(length)
     cell.id  # noqa: B018  # reads the data's identity: a missing file is found now
     return cell
+
+
+def _check_prefill(prefill: Any, prompt: Prompt | None, policy_class: type[Policy]) -> None:
+    from tova.cache import PREFILLS
+
+    if prefill not in PREFILLS:
+        raise UsageError(f"prefill={prefill}: must be one of {', '.join(PREFILLS)}")
+    if prefill == "one_shot" and prompt is None:
+        raise UsageError(
+            "prefill=one_shot: say how much of each document is its prompt, prompt=1024 tokens or prompt=0.5 of it"
+        )
+    if policy_class.prompt_only and prefill != "one_shot":
+        raise UsageError(
+            f"policy={policy_class.name}: selects once, at the end of a prompt; add prefill=one_shot and prompt=..."
+        )
+
+
+def _changed(policy_class: type[Policy], given: dict[str, Any]) -> dict[str, Any]:
+    """The parameters that say something: null is the policy's own choice, and what it is anyway need not be said.
+
+    So the address of a result does not change when a file comes to name one more default.
+    """
+    from tova.policies import Policy
+
+    defaults = {f.name: f.default for f in dataclasses.fields(policy_class) if f.init}
+    # ``full`` takes no budget and no protection either; a sweep may still set them for the others.
+    idle = set() if "budget" in defaults else {f.name for f in dataclasses.fields(Policy)}
+    return {k: v for k, v in given.items() if not (v is None or k in idle or (k in defaults and _same(defaults[k], v)))}
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
 
 
 def _checked_policy(cell: Cell, length: int) -> Policy:

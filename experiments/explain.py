@@ -10,6 +10,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tova.errors import UsageError
+from tova.policies import MERGING, merges
 
 
 def explain(error: BaseException) -> str | None:
@@ -28,6 +29,8 @@ def explain(error: BaseException) -> str | None:
 def _missing(error: MissingConfigException) -> str:
     group, _, choice = str(error.missing_cfg_file or "").rpartition("/")
     choices = list(error.options or [])
+    if group == "policy" and choice in MERGING:
+        return f"policy={merges(choice)}"
     if group and choices:
         return f"{group}={choice}: there is no such {group}{_closest(choice, choices)}; there are {', '.join(choices)}"
     return " ".join(str(error).split())

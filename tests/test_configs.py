@@ -17,6 +17,8 @@ FILES = sorted(p.relative_to(CONF) for p in CONF.rglob("*.yaml"))
 GIVEN = {
     "model/hub": [f"model.name={Path(__file__).parent / 'no_such_model'}"],
     "dataset/text": [f"dataset.path={__file__}"],
+    "policy/snapkv_prefill": ["prefill=one_shot", "prompt=0.5"],
+    "policy/pyramidkv_prefill": ["prefill=one_shot", "prompt=0.5"],
 }
 
 
@@ -68,10 +70,17 @@ def test_what_determines_the_result_decides_the_address() -> None:
     for word in same:
         assert cell(word) == base, word
     other = ["policy=h2o", "budget=128", "model.seed=1", "model.dtype=bfloat16", "dataset.tokens=100"]
-    other += ["dataset.documents=1", "task.measures=false", "evict_every=4", "policy=window"]
+    other += ["dataset.documents=1", "task.measures=false", "evict_every=4", "policy=window", "prompt=100"]
+    other += ["policy.sinks=4", "policy.layer_budgets=linear:4", "policy=tova_head", "policy.per_head=true"]
     found = {word: cell(word) for word in other}
     assert len({base, *found.values()}) == len(other) + 1
-    assert cell("policy=full") == cell("policy=full", "budget=64") == cell("policy=full", "evict_every=4")
+    for idle in ("budget=64", "evict_every=4", "prompt=100", "policy.sinks=4"):
+        assert cell("policy=full") == cell("policy=full", idle), idle
+    # A default said out loud is the same cell; so results outlive a file that comes to name one more option.
+    for said in ("policy.sinks=0", "policy.per_head=false", "policy.layer_budgets=uniform", "prefill=every_step"):
+        assert cell(said) == base, said
+    shot = cell("prefill=one_shot", "prompt=100")
+    assert shot not in {base, *found.values()}
     assert cell("policy=h2o", "policy.recent_window=16") != found["policy=h2o"]
 
 

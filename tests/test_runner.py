@@ -177,6 +177,42 @@ def experiments_rows(place: Path, policy: str) -> list[dict]:
     return CellFolder(place / "results/runs", cell.name).rows()
 
 
+def test_prompts_at_once_and_intervals(place, monkeypatch, capsys) -> None:
+    """One-shot rows are those of a hand-made run; the table says how each cell was run and what it held."""
+    words = [*TINY, "policy=tova,snapkv_prefill,full", "budget=40", "prefill=one_shot", "prompt=0.5"]
+    code, out, err = command(monkeypatch, capsys, "-m", *words)
+    assert code == 0, err
+    frame = experiments.frame().set_index("policy")
+    assert frame.loc["tova", "prefill"] == "one_shot"
+    assert frame.loc["tova", "prompt"] == 60
+    assert frame.loc["full", "prompt"] == 0
+    assert frame.loc["tova", "held_mean"] == 40
+    assert frame.loc["snapkv_prefill", "held_mean"] == 40 + 59  # of 119 tokens read, 59 came after the prompt
+    assert "tova one-shot" in out
+    assert "prompts of 60" in " ".join(out.split())
+    row = experiments_rows(place, "tova")[0]
+    assert row["saturated_steps"] == 119 - 60
+
+    import tova
+    from experiments.models import RandomLlama
+
+    loaded = RandomLlama().load("cpu")
+    ids = torch.tensor([loaded.tokenizer(TEXT)["input_ids"][:120]])
+    cache = tova.EvictingCache(tova.policies.make("tova", budget=40), prefill="one_shot")
+    with torch.inference_mode():
+        logits = [loaded.model(input_ids=ids[:, :60], past_key_values=cache, use_cache=True).logits]
+        for t in range(60, 119):
+            logits.append(loaded.model(input_ids=ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits)
+    nll = torch.nn.functional.cross_entropy(torch.cat(logits, 1)[0], ids[0, 1:], reduction="none")
+    assert row["nll"] == pytest.approx(float(nll[60:].mean()), abs=1e-5)
+    assert row["nll_all_steps"] == pytest.approx(float(nll.mean()), abs=1e-5)
+
+    code, out, err = command(monkeypatch, capsys, "-m", *TINY, "policy=tova", "budget=40", "evict_every=1,8")
+    assert code == 0, err
+    assert "tova every 8" in out
+    assert list(experiments.frame()["evict_every"]) == [1, 8]
+
+
 def test_measures_can_be_switched_off(place, monkeypatch, capsys) -> None:
     code, _, err = command(monkeypatch, capsys, *TINY, "policy=tova", "budget=32", "task.measures=false")
     assert code == 0, err
@@ -226,6 +262,14 @@ MISTAKES = {
     "target": (["policy._target_=nowhere.Mine"], "policy._target_=nowhere.Mine: cannot be imported"),
     "no policy": (["policy._target_=builtins.dict"], "is no subclass of tova.policies.Policy"),
     "evict_every": (["evict_every=0"], "evict_every=0: must be an integer of at least 1"),
+    "prefill": (["prefill=chunked"], "prefill=chunked: must be one of every_step, one_shot"),
+    "one-shot without prompt": (["prefill=one_shot"], "prefill=one_shot: say how much of each document is its prompt"),
+    "prompt 1.0": (["prompt=1.0"], "prompt=1.0: must be null, an integer of at least 2 tokens"),
+    "prompt too long": (["prompt=120"], "prompt=120: is 120 tokens of a document of 120; it takes at least 2, and at"),
+    "prompt only": (["policy=snapkv_prefill", "budget=48"], "snapkv_prefill: selects once, at the end of a prompt"),
+    "layer budgets": (["policy.layer_budgets=pyramid"], "tova: layer_budgets must be uniform, linear:R, slope:B"),
+    "per head": (["policy.per_head=3"], "tova: per_head must be true or false, got 3"),
+    "sinks": (["policy.sinks=64", "budget=64"], "tova: sinks must be at least 0 and below 64"),
     "sweep without -m": (["budget=16,32"], "several values make a sweep; add -m"),
     "override": (["budget"], "budget: is no valid override; write option=value"),
 }  # fmt: skip

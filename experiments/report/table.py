@@ -65,6 +65,11 @@ def prepared(frame: pd.DataFrame) -> pd.DataFrame:
     if "evict_every" in frame:
         often = frame["evict_every"].fillna(1) == 1
         frame["policy"] = frame["policy"].where(often, frame["policy"] + " every " + frame["evict_every"].astype(str))
+    if "prefill" in frame:
+        frame["policy"] = frame["policy"].where(frame["prefill"] != "one_shot", frame["policy"] + " one-shot")
+        prompts = frame["prompt"].fillna(0).astype(int)
+        if prompts[prompts > 0].nunique() > 1:
+            frame["policy"] = frame["policy"].where(prompts == 0, frame["policy"] + " prompt=" + prompts.astype(str))
     return frame
 
 
@@ -78,6 +83,9 @@ def groups(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
         else:
             lengths = int(first["tokens"])
             title = f"{first['model_note']}; {first['dataset']}, {_documents(first)}, {lengths:,} tokens in all"
+            prompts = sorted({int(p) for p in group.get("prompt", pd.Series(dtype=float)).dropna() if p > 0})
+            if prompts:
+                title += f", prompts of {' and '.join(f'{p:,}' for p in prompts)}"
         out.append((title, group))
     return out
 
@@ -141,8 +149,14 @@ def console_table(title: str, group: pd.DataFrame) -> Table:
 def long_table(group: pd.DataFrame) -> pd.DataFrame:
     """Every cell in a line, figures as printed, primary measures first and those beside them after."""
     rows = []
+    # What is held at the end is said where it is not the budget: shares of layers, windows, bulk drops, prompts.
+    held = group["held_mean"] if "held_mean" in group else pd.Series(dtype=float)
+    limited = group["budget"].notna() & held.notna()
+    differs = bool(((held - group["budget"]).abs()[limited] >= 0.5).any()) if len(held) else False
     for _, cell in group.iterrows():
         row = {"policy": cell["policy"], "budget": "" if cell["at"] == NO_LIMIT else str(cell["at"])}
+        if differs:
+            row["held"] = "" if pd.isna(cell["held_mean"]) else f"{cell['held_mean']:.1f}"
         row |= {m.short: show(cell[m.column], m) for m in measures(group, beside=True)}
         row["tokens/s"] = f"{cell['tokens_per_second']:,.0f}"
         rows.append(row)

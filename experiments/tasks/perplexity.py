@@ -76,15 +76,17 @@ class Perplexity:
         policy = context.cell.policy(tokens)
         measures = AttentionMeasures() if self.measures else None
         ticker = _Ticker(context, batch * tokens, loaded.model.config.num_hidden_layers)
+        prompt = context.cell.prompt.tokens(tokens) if context.cell.prompt is not None else 0
         cache = EvictingCache(
             policy,
+            prefill=context.cell.prefill,
             evict_every=context.cell.evict_every,
             observers=[o for o in (measures, ticker) if o is not None],
             scan=self.scan,
             chunk=self.chunk,
         )
         started = time.perf_counter()
-        nll = token_nll(loaded.model, ids.to(loaded.model.device), cache).float().cpu().numpy()
+        nll = token_nll(loaded.model, ids.to(loaded.model.device), cache, prompt=prompt).float().cpu().numpy()
         seconds = (time.perf_counter() - started) / batch
         unbounded = context.cell.budget is None
         evicted_at = cache.evicted_at.cpu()
@@ -94,8 +96,10 @@ class Perplexity:
                 "policy": policy.label,
                 "budget": None if unbounded else policy.budget,
                 "tokens": tokens,
-                "saturated_from": 0 if unbounded else policy.budget,
+                "saturated_from": 0 if unbounded else max(policy.budget, prompt),
                 "evict_every": context.cell.evict_every,
+                "prefill": context.cell.prefill,
+                "prompt": prompt,
                 "held_mean": float(held[r]),
                 "cache_bytes": cache.nbytes // batch,
                 "seconds": seconds,
@@ -114,6 +118,8 @@ class Perplexity:
             "documents": len(rows),
             "tokens": sum(r["tokens"] for r in rows),
             "evict_every": first["evict_every"],
+            "prefill": first["prefill"],
+            "prompt": first["prompt"] if all(r["prompt"] == first["prompt"] for r in rows) else None,
             "seconds": sum(r["seconds"] for r in rows),
             "cache_bytes": max(r["cache_bytes"] for r in rows),
         }

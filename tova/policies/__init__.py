@@ -64,6 +64,9 @@ POLICIES: dict[str, type[Policy]] = {
 }  # fmt: skip
 """Every built-in policy by name."""
 
+MERGING = ("cam", "d2o", "dmc", "kvmerger", "look_m", "minicache", "weightedkv")
+"""Methods that blend what they drop into what they keep. Not here: a kept key or value never changes."""
+
 
 def make(name: str, **parameters: Any) -> Policy:
     """A policy by name: ``make("h2o", budget=256, recent_window=64)``.
@@ -71,6 +74,8 @@ def make(name: str, **parameters: Any) -> Policy:
     Raises:
         UsageError: no such policy, no such parameter, or a value out of range.
     """
+    if name in MERGING:
+        raise UsageError(merges(name))
     if name not in POLICIES:
         raise UsageError(f"no policy is named {name!r}{_closest(name, POLICIES)}; there are: {', '.join(POLICIES)}")
     policy = POLICIES[name]
@@ -84,6 +89,14 @@ def make(name: str, **parameters: Any) -> Policy:
                 else f"{name} takes no parameters, got {parameter!r}"
             )
     return policy(**parameters)
+
+
+def merges(name: str) -> str:
+    """Why a merging method is refused."""
+    return (
+        f"{name} merges dropped tokens into kept ones; policies here only choose what is dropped, and kept keys and "
+        f"values never change; there are: {', '.join(POLICIES)}"
+    )
 
 
 def _closest(word: str, known: Any) -> str:
