@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from models import forward
+from models import forward, tiny, tokens
 
 import tova
 from tova import EvictingCache, policies
@@ -55,6 +55,37 @@ def test_tova_official_is_top_k_of_the_last_row(smollm2, maps) -> None:
     assert len(found) == 30
     for layer, (positions,) in enumerate(found):
         assert positions == top(attention[layer].mean(0)[-1], BUDGET), layer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tova_official_rounds_as_the_models_dtype_does(dtype) -> None:
+    """In half precision weights tie, and rounding decides: the first layer's kept sets are those of its rounded map.
+
+    Later layers see what rounding the attention's output did before them, which is another matter.
+    """
+
+    class Unrounded(policies.TovaOfficial):
+        rounds_weights = False
+
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 0.01  # nearly even attention: many weights round to the same
+    model = model.to(dtype)
+    ids = tokens(4, 100, seed=5)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        map_ = model(ids, output_attentions=True, use_cache=False).attentions[0]
+    tova.enable(model)
+    assert map_.dtype == dtype
+    official = EvictingCache(policies.make("tova_official", budget=60), prefill="one_shot")
+    unrounded = EvictingCache(Unrounded(budget=60), prefill="one_shot")
+    forward(model, ids, official)
+    forward(model, ids, unrounded)
+    score = map_.mean(1)[:, -1]
+    for row in range(4):
+        order = sorted(range(100), key=lambda j, row=row: (float(score[row, j]), j))
+        assert official.kept(0, row) == sorted(order[40:])
+    assert any(unrounded.kept(0, row) != official.kept(0, row) for row in range(4))
 
 
 def test_tova_keeps_the_newest_beside_the_top(smollm2, maps) -> None:
@@ -130,10 +161,12 @@ def test_schedules_of_pyramidkv() -> None:
     remains = [made.for_layer(layer, 32).remains(100_000) for layer in range(32)]
     assert (remains[0], remains[31]) == (991, 61)
     assert made.for_layer(0, 32).remains(600) == made.for_layer(31, 32).remains(600) == 512
-    # A prompt of 1,010 cannot give the first layer more than it has: what is left goes to the last.
-    assert made.for_layer(0, 32).remains(1010) == 991
-    assert made.for_layer(0, 32).remains(980 + 28) == 991
-    assert made.for_layer(0, 32).remains(990) == 512  # shorter than twice the budget beyond the window
+    assert made.for_layer(0, 32).remains(1008) == 991  # 2 * 504: no longer short
+    assert made.for_layer(0, 32).remains(1007) == 512
+    # A prompt of 960 has no 968 positions for the first layer: it is left whole, what is missing goes to the last.
+    wide = policies.make("pyramidkv_prefill", budget=512, recent_window=32)
+    assert [wide.for_layer(layer, 32).remains(960) for layer in (0, 31)] == [960, 92]
+    assert [wide.for_layer(layer, 32).remains(10_000) for layer in (0, 31)] == [968, 69]
     slope = policies.make("tova", budget=512, layer_budgets="slope:20")
     assert [slope.for_layer(layer, 32).effective_budget for layer in (0, 31)] == [999, 38]
 

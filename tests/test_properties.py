@@ -14,8 +14,8 @@ from tova.scan import select
 
 CASES, BATCHES = 600, 12
 POLICIES = (
-    "window", "streaming_llm", "h2o", "h2o_half", "h2o_head", "scissorhands", "scissorhands_paper", "snapkv", "tova",
-    "tova_head", "tova_official", "tova_value", "l2norm",
+    "window", "streaming_llm", "h2o", "h2o_half", "h2o_head", "h2o_masked", "scissorhands", "scissorhands_paper",
+    "snapkv", "tova", "tova_head", "tova_official", "tova_value", "l2norm",
 )  # fmt: skip
 
 
@@ -62,7 +62,9 @@ def draw(rng: random.Random) -> dict:
 def naive(case: dict, q, k, v, sinks) -> tuple[torch.Tensor, torch.Tensor, list]:
     """Token by token: weights over what is held and itself, then the rule drops; outputs, drops and near-ties."""
     batch, heads, tokens, _ = q.shape
-    per_head = case["options"].get("per_head", case["policy"] in PER_HEAD)
+    masked = case["policy"] == "h2o_masked"
+    name = "h2o_head" if masked else case["policy"]
+    per_head = case["options"].get("per_head", name in PER_HEAD)
     sets = k.shape[1] if per_head else 1
     share, queries, groups = k.shape[1] // sets, heads // sets, heads // k.shape[1]
     out = torch.zeros_like(q)
@@ -72,20 +74,24 @@ def naive(case: dict, q, k, v, sinks) -> tuple[torch.Tensor, torch.Tensor, list]
         start = case["padding"][b]
         log[b, :, :start] = -1
         for g in range(sets):
-            rule = Rule(case["policy"], case["budget"], 0, 1, every=case["every"], **case["options"])
+            rule = Rule(name, case["budget"], 0, 1, every=case["every"], **case["options"])
             row = Row()
             keys, values = k[b, g * share : (g + 1) * share], v[b, g * share : (g + 1) * share]
             for t in range(start, tokens):
                 position = t - start
                 columns = [start + p for p in row.kept] + [t]
                 query = q[b, g * queries : (g + 1) * queries, t]
-                logits = torch.einsum("hd,hnd->hn", query, keys[:, columns].repeat_interleave(groups, 0))
-                logits = logits * q.shape[-1] ** -0.5
-                if case["softcap"]:
-                    logits = case["softcap"] * torch.tanh(logits / case["softcap"])
-                if sinks is not None:
-                    logits = torch.cat([logits, sinks[g * queries : (g + 1) * queries, None]], 1)
-                weights = logits.softmax(-1)[:, : len(columns)]
+
+                def softmax(of: list[int], query=query, keys=keys, g=g) -> torch.Tensor:
+                    logits = torch.einsum("hd,hnd->hn", query, keys[:, of].repeat_interleave(groups, 0))
+                    logits = logits * q.shape[-1] ** -0.5
+                    if case["softcap"]:
+                        logits = case["softcap"] * torch.tanh(logits / case["softcap"])
+                    if sinks is not None:
+                        logits = torch.cat([logits, sinks[g * queries : (g + 1) * queries, None]], 1)
+                    return logits.softmax(-1)[:, : len(of)]
+
+                weights = softmax(columns)
                 out[b, g * queries : (g + 1) * queries, t] = torch.einsum(
                     "hn,hnd->hd", weights, values[:, columns].repeat_interleave(groups, 0)
                 )
@@ -93,6 +99,8 @@ def naive(case: dict, q, k, v, sinks) -> tuple[torch.Tensor, torch.Tensor, list]
                     (keys[:, t].norm(dim=-1) if case["policy"] == "l2norm" else values[:, t].abs().sum(-1)).mean()
                 )
                 average = weights.mean(0)
+                if masked:  # attends to what is held, but is ranked as if everything were
+                    average = softmax([*range(start, t + 1)]).mean(0)[[c - start for c in columns]]
                 rule.step(row, position, average[:-1].tolist(), float(average[-1]))
             for position, step in row.evicted_at.items():
                 log[b, g, start + position] = start + step

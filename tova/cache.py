@@ -34,7 +34,8 @@ class EvictingCache(compat.Cache):
         policy: one instance for all layers; layers that differ get theirs through ``policy.for_layer``.
         prefill: ``every_step`` takes a prompt as if it had been decoded token by token; ``one_shot`` lets every token
             of a prompt see all of it and then evicts once, as most public code does. A prompt is any call of more
-            than one token; the attribute may be changed between calls.
+            than one token, for policies that select once or re-index the first such call only; the attribute may be
+            changed between calls.
         evict_every: let the cache grow this many entries past the budget, then evict to the budget at once.
         log: keep ``evicted_at``. It grows with the text and is no part of ``nbytes``.
         observers: told of every call of every layer; they need the log.
@@ -220,7 +221,7 @@ class EvictingLayer(compat.CacheLayerMixin):
             visibility=visibility,
             real=real,
             every=cache.evict_every,
-            one_shot=cache.prefill == "one_shot" and query.shape[2] > 1,
+            one_shot=cache.prefill == "one_shot" and query.shape[2] > 1 and self._takes_a_prompt(),
             chunk=cache.chunk or 128,
         )
         if cache.observers:
@@ -229,6 +230,13 @@ class EvictingLayer(compat.CacheLayerMixin):
             for observer in cache.observers:
                 observer.see(seen)
         return out
+
+    def _takes_a_prompt(self) -> bool:
+        """Whether a call may be taken at once. Some policies are defined for the first prompt only."""
+        assert self.policy is not None
+        assert self.state is not None
+        first_only = self.policy.prompt_only or self.policy.reindexes
+        return not (first_only and self.state.seen)
 
     @staticmethod
     def _check_padding(state: LayerState, real: Tensor) -> None:

@@ -65,7 +65,7 @@ class H2OHead(H2OHalf):
     A kept set per key/value head, half the budget for the recent window, and a token's own weight counts from its
     admission on. The code keeps a set per *query* head and sums the batch into one score; with grouped-query attention
     the keys would have to be repeated for that, so here heads that share keys share the set, and rows of a batch are
-    independent.
+    independent. Sums are float32, where the code adds up in the model's dtype.
     """
 
     name: ClassVar[str] = "h2o_head"
@@ -78,10 +78,12 @@ class H2OHead(H2OHalf):
 
 @dataclass(frozen=True, kw_only=True)
 class H2OMasked(H2OHead):
-    """H2O as its authors' evaluation simulates it by masks inside one forward (``utils_lm_eval``): unfaithful.
+    """H2O scored as its authors' evaluation does it, by masks inside one forward (``utils_lm_eval``): unfaithful.
 
     The scores it accumulates are of a softmax over *all* tokens, dropped ones included, which a cache that forgot them
     could not compute. Kept to measure how far off its figures are; nothing is saved, since dropped keys are needed.
+    That is all it takes from that code, which also zeroes the sum of every token outside its heavy set and lets the
+    heavy set and the recent window overlap, so that it holds fewer than it was given (see FIDELITY.md).
     """
 
     name: ClassVar[str] = "h2o_masked"

@@ -19,8 +19,9 @@ from tova.policies.slots import Slots, Tokens
 class L2Norm(Policy):
     """Drops the key of the *highest* L2 norm: a low norm goes with high attention.
 
-    A rotation does not change a norm, so it is taken of the keys as they are stored. The paper leaves the first layers
-    whole and keeps a set per head; say so with ``layer_budgets`` and ``per_head``.
+    A rotation does not change a norm, so it is taken of the keys as they are stored. A set per key/value head, as in
+    the paper, which also leaves the first layers whole (say so with ``layer_budgets``). Its code may drop the newest
+    token.
     """
 
     name: ClassVar[str] = "l2norm"

@@ -3,8 +3,9 @@
 ``uniform``     every layer holds the budget.
 ``linear:R``    falls linearly from the first layer to the last, the first about R times the last; the mean is the
                 budget, a little less since shares are floored. R is an integer of at least 1, 4 if left out.
-``slope:B``     PyramidKV's own: beyond the recent window, the last layer holds a B-th of the budget and the first
-                twice the budget less that, in equal steps. B is 20 if left out. https://arxiv.org/abs/2406.02069
+``slope:B``     PyramidKV's own (https://arxiv.org/abs/2406.02069): of the budget beyond the recent window, b, the
+                first layer holds 2 b - b // B and each next one a floored step fewer, towards b // B. Since the step
+                is floored, as in its code, the mean is 1 to 3% above the budget. B is 20 if left out.
 a list          tokens per layer, one for each layer of the model.
 
 No share is below what is protected plus one, so that there is always a position to choose.

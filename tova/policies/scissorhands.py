@@ -56,7 +56,8 @@ class ScissorhandsPaper(Policy):
     Over the last ``history`` observed steps a position counts those in which its weight was under ``1 / n``, n being
     how many earlier positions were held. When the budget is exceeded, the highest counts outside the ``recent_window``
     newest positions are dropped until ``drop_share`` of the budget is free again. A token counts nothing before it was
-    written, so fresh tokens are safe. Heads have sets of their own in the paper; ``per_head=false`` shares one.
+    written, so fresh tokens are safe. Heads have sets of their own in the paper; ``per_head=false`` shares one. The
+    paper gives later layers more budget, which ``layer_budgets`` can say with a list; the default is uniform.
 
     Args:
         recent_window: at least 1; the paper protects about 10.

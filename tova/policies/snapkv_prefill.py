@@ -26,7 +26,8 @@ class SnapKVPrefill(Policy):
     """SnapKV's selection (Li et al. 2024, https://arxiv.org/abs/2404.14469; ``snapkv_utils.py`` of its code).
 
     A kept set per key/value head. The code keeps one per *query* head and repeats keys for it; here heads that share
-    keys share the set. Defaults are the code's; its LongBench settings used max pooling of 7.
+    keys share the set. Window, kernel and pooling default to the code's (its capacity is 2,048); its LongBench settings
+    used max pooling of 7. Weights are rounded to the model's dtype as there, sums and pooling are not.
 
     Args:
         budget: positions kept of the prompt, the window among them (``max_capacity_prompt``).
@@ -80,10 +81,11 @@ class SnapKVPrefill(Policy):
 class PyramidKVPrefill(SnapKVPrefill):
     """PyramidKV's selection (Cai et al. 2024, https://arxiv.org/abs/2406.02069; ``PyramidKVCluster`` of its code).
 
-    SnapKV's, with layers that keep fewer and fewer: beyond the window the last layer keeps a ``beta``-th of the budget
-    and the first twice the budget less that, in equal steps. Where the first layer's share would be more than the
-    prompt has, it is cut to the prompt and the last layer's raised accordingly; prompts shorter than twice the budget
-    are cut to the same budget in every layer.
+    SnapKV's, with layers that keep fewer and fewer. Of the budget beyond the window, b, the first layer keeps
+    ``2 b - b // beta`` and each next one ``(2 b - 2 (b // beta)) // (layers - 1)`` fewer; since the step is floored, as
+    in the code, the last keeps more than a ``beta``-th and the mean is above the budget (window 8, budget 512, 32
+    layers: 991 down to 61, mean 526). Where the first layer's share would be more than the prompt has, it is cut to the
+    prompt and the last layer's raised accordingly; prompts shorter than 2 b are cut to the budget in every layer.
 
     Args:
         beta: at least 1; the code's is 20.

@@ -72,7 +72,8 @@ class TovaValue(Tova):
 
     After Guo et al.: "Attention Score is not All You Need for Token Importance Indicator in KV Cache Reduction: Value
     Also Matters" (VATP), EMNLP 2024, https://arxiv.org/abs/2406.12335, which multiplies accumulated scores head by
-    head. Where heads share a kept set, the mean weight is multiplied by the mean norm.
+    head, and protects the first 20 tokens in its examples: ``sinks=20``. Where heads share a kept set, the mean weight
+    is multiplied by the mean norm.
     """
 
     name: ClassVar[str] = "tova_value"
