@@ -65,7 +65,7 @@ def test_adding_a_policy(place, monkeypatch, capsys) -> None:
     assert len(names["documents"]) == 2
 
 
-@pytest.mark.parametrize(("group", "name"), [("dataset", "letters"), ("model", "qwen3_0_6b")])
+@pytest.mark.parametrize(("group", "name"), [("dataset", "letters"), ("model", "qwen3_1_7b")])
 def test_adding_a_dataset_or_a_model(tmp_path, group: str, name: str) -> None:
     """The files shown compose with the others and describe something that can be run."""
     text = block("yaml", f"conf/{group}/{name}.yaml")

@@ -445,3 +445,33 @@ def test_a_hub_that_cannot_be_reached_costs_seconds(place) -> None:
     last = done.stderr.strip().splitlines()[-1]
     assert "model.name=org/model is not on this machine and the hub cannot be reached" in last
     assert time.monotonic() - started < 30
+
+
+def test_half_precision_against_float32(place, monkeypatch, capsys) -> None:
+    """What two runs hold in common, counted once more with sets."""
+    from experiments.tasks.dtypes import agreement
+
+    words = [*TINY, "dataset.documents=1", "task=dtypes", "policy=tova", "budget=32"]
+    code, out, err = command(monkeypatch, capsys, "-m", *words, "task.against=bfloat16,float16")
+    assert code == 0, err
+    frame = experiments.frame().set_index("policy")
+    assert list(frame.index) == ["tova bfloat16", "tova float16"]
+    assert frame.loc["tova bfloat16", "shared"] < frame.loc["tova float16", "shared"] <= 1
+    assert "share of a kept set that both hold" in out
+    code, _, err = command(monkeypatch, capsys, *words, "task.against=float32")
+    assert code == 2
+    assert "task.against=float32: must be bfloat16 or float16" in err
+
+    never = torch.iinfo(torch.int64).max
+    generator = np.random.default_rng(0)
+    ours = np.where(generator.random((2, 40)) < 0.3, never, np.arange(40) + generator.integers(0, 9, (2, 40)))
+    theirs = np.where(generator.random((2, 40)) < 0.3, never, np.arange(40) + generator.integers(0, 9, (2, 40)))
+    theirs[1] = ours[1]
+    same, shared = agreement(ours, theirs, 5, block=7)
+    for layer in range(2):
+        for t in range(5, 40):
+            a, b = ({j for j in range(t + 1) if log[layer, j] > t} for log in (ours, theirs))
+            assert same[layer, t - 5] == (a == b)
+            assert shared[layer, t - 5] == pytest.approx(len(a & b) / max(len(a), len(b), 1))
+    assert same[1].all()
+    assert not same[0].all()

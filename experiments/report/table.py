@@ -47,12 +47,19 @@ _TRACE_BESIDE = (
     Measure("retained_mass", "retained mass, t >= k", "mass, t >= k", False, ".6f"),
     Measure("heavy_hitter_recall", "heavy-hitter recall, t >= k", "recall, t >= k", False, ".6f"),
 )
+_DTYPES = (
+    Measure(
+        "same_sets", "share of (layer, step) pairs with the same set, t >= k", "same sets", False, ".4f"
+    ),
+    Measure("shared", "share of a kept set that both hold, t >= k", "shared", False, ".4f"),
+)
+_BY_TASK = {"trace": (_TRACE, _TRACE_BESIDE), "dtypes": (_DTYPES, ())}
 
 
 def measures(frame: pd.DataFrame, beside: bool = False) -> list[Measure]:
     """The measures a frame has figures for; ``beside`` adds those that go beside the primary ones."""
-    trace = bool((frame["task"] == "trace").all())
-    wanted = (_TRACE, _TRACE_BESIDE) if trace else (_MODEL, _MODEL_BESIDE)
+    tasks = set(frame["task"])
+    wanted = _BY_TASK.get(tasks.pop(), (_MODEL, _MODEL_BESIDE)) if len(tasks) == 1 else (_MODEL, _MODEL_BESIDE)
     chosen = [*wanted[0], *(wanted[1] if beside else ())]
     return [m for m in chosen if m.column in frame and frame[m.column].notna().any()]
 
