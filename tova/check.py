@@ -1,0 +1,253 @@
+"""Does a policy of one's own keep the contract? ``python -m tova.check my_policies.Decay budget=48 fade=0.8``.
+
+Runs a policy the ways the library will run it, on seeded random queries, keys and values, and compares: what passes
+here can be simulated, replayed, batched, padded and generated with, and decides the same each way.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tova.errors import UsageError
+from tova.policies.base import Policy, new_records
+from tova.policies.slots import Slots, Tokens
+from tova.replay import Attention, LayerState, replay
+from tova.scan import reference
+
+_BEYOND = 40
+"""Steps past the budget."""
+
+
+class ContractError(UsageError):
+    """A policy does not keep the contract; the message says what it did, where."""
+
+
+def check(policy: Policy) -> list[str]:
+    """Run all checks on ``policy`` as it stands, its budget and parameters included.
+
+    Returns:
+        What was checked, a sentence each.
+
+    Raises:
+        ContractError: the first thing that is wrong.
+    """
+    if not isinstance(policy, Policy):
+        raise ContractError(f"{policy!r}: is no instance of tova.policies.Policy")
+    done = []
+    for one in (_pure, _runs, _decides_alike, _rows_are_independent, _for_layers):
+        if (sentence := one(policy)) is not None:
+            done.append(sentence)
+    return done
+
+
+def _wrong(policy: Policy, what: str) -> ContractError:
+    return ContractError(f"{policy.name or type(policy).__name__}: {what}")
+
+
+def _pure(policy: Policy) -> str:
+    """Shapes and names of what is returned; nothing changed in place."""
+    if not policy.name:
+        raise ContractError(f"{type(policy).__name__}: has no name; set the class attribute name")
+    rows, held, generator = 2, 9, torch.Generator().manual_seed(1)
+    slots = Slots(
+        positions=torch.arange(held).repeat(rows, 1),
+        held=torch.ones(rows, held, dtype=torch.bool),
+        records=new_records(policy, rows, held, torch.float32),
+        observed=torch.full((rows, 1), 3),
+        newest=torch.full((rows, 1), held - 1),
+        features=_features(policy, rows, held),
+    )
+    attn = torch.rand(rows, held, generator=generator).softmax(-1)
+    before = {name: value.clone() for name, value in slots.records.items()} | {"attn": attn.clone()}
+    changed = policy.observe(slots, attn) if policy.reads_attention else {}
+    for name, value in changed.items():
+        if name not in slots.records:
+            raise _wrong(policy, f"observe returned {name!r}, which records() does not name")
+        if value.shape != slots.records[name].shape:
+            raise _wrong(
+                policy,
+                f"observe returned {name!r} of shape {[*value.shape]}, its record has {[*slots.records[name].shape]}",
+            )
+    for what, give, dtype in (("score", policy.score, None), ("protected", policy.protected, torch.bool)):
+        found = give(slots)
+        if found.shape != (rows, held) or (dtype is not None and found.dtype != dtype):
+            wanted = f"{'bool ' if dtype else ''}[rows, slots] = {[rows, held]}"
+            raise _wrong(policy, f"{what} must return {wanted}, got {found.dtype} {[*found.shape]}")
+    for name, value in (slots.records | {"attn": attn}).items():
+        if not torch.equal(value, before[name]) and not (value.isnan() & before[name].isnan()).any():
+            raise _wrong(policy, f"{name} was changed in place; return new values instead")
+    return "records, scores and protection have the right shapes, and nothing is changed in place"
+
+
+def _features(policy: Policy, rows: int, held: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    key, value = (torch.randn(rows, 1, held, 4, generator=generator) for _ in range(2))
+    positions = torch.arange(held).repeat(rows, 1)
+    found = policy.features(Tokens(key, value, positions, lambda x, at: x))
+    for name, feature in found.items():
+        if feature.shape != (rows, 1, held):
+            raise _wrong(
+                policy, f"feature {name!r} must be [rows, heads, tokens] = {[rows, 1, held]}, is {[*feature.shape]}"
+            )
+    return {name: feature[:, 0] for name, feature in found.items()}
+
+
+def _runs(policy: Policy) -> str | None:
+    """The running contract, token by token, twice: victims are held, enough, ascending, and the same again."""
+    if policy.wants_features or policy.prompt_only:
+        return None
+    first, again = policy.start(), policy.start()
+    budget, held = policy.effective_budget, [0]
+    generator = torch.Generator().manual_seed(3)
+    for step in range(1, budget + _BEYOND):
+        attn = None if step % 17 == 0 else torch.rand(len(held), generator=generator).double()
+        first.on_decode_step(step, attn)
+        again.on_decode_step(step, attn)
+        held.append(step)
+        victims = first.evict(budget)
+        if victims != sorted(victims) or not set(victims) <= set(held):
+            raise _wrong(
+                policy, f"step {step}: evict returned {victims}, which are not held positions in ascending order"
+            )
+        if step in victims and not policy.newest_competes:
+            raise _wrong(policy, f"step {step}: dropped the newest token; protected() must include the newest")
+        if again.evict(budget) != victims:
+            raise _wrong(policy, f"step {step}: a second run on the same attention dropped others: not deterministic")
+        held = [p for p in held if p not in victims]
+        if len(held) > budget:
+            raise _wrong(policy, f"step {step}: holds {len(held)} positions, more than its budget of {budget}")
+        record = first.record(held[0])
+        if record is not None and not isinstance(record, float):
+            raise _wrong(policy, f"record({held[0]}) must be a float or None, got {record!r}")
+    return f"{budget + _BEYOND} steps of the running policy: victims are held, ascending, enough, and the same again"
+
+
+def _random(seed: int, rows: int, tokens: int, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(rows, heads, tokens, 8, generator=generator) * 1.5,
+        torch.randn(rows, kv_heads, tokens, 8, generator=generator) * 1.5,
+        torch.randn(rows, kv_heads, tokens, 8, generator=generator),
+    )
+
+
+def _replayed(
+    policy: Policy, qkv: tuple[Tensor, Tensor, Tensor], cuts: Sequence[int], chunk: int, real: Tensor | None = None
+) -> Tensor:
+    """int64 [B, G, T]: ``evicted_at`` of a layer fed in pieces that end at ``cuts``."""
+    q, k, v = qkv
+    state = LayerState.empty(policy, k, v, k.shape[1] if policy.per_head else 1, log=True)
+    begin = 0
+    for end in cuts:
+        columns = None if real is None else real[:, begin:end]
+        replay(
+            q[:, :, begin:end],
+            k[:, :, begin:end],
+            v[:, :, begin:end],
+            state,
+            policy,
+            Attention(8**-0.5, None, None),
+            scan=reference.scan,
+            real=None if columns is None or bool(columns.all()) else columns,
+            chunk=chunk,
+        )
+        begin = end
+    assert state.log is not None
+    return state.log.view
+
+
+def _refuses(policy: Policy) -> bool:
+    return policy.reindexes  # needs a model's rotation
+
+
+def _decides_alike(policy: Policy) -> str | None:
+    """In one piece, in chunks and token by token (where slots are in no order and empty ones hold garbage)."""
+    if _refuses(policy):
+        return None
+    tokens = policy.effective_budget + _BEYOND
+    qkv = _random(4, 2, tokens)
+    whole = _replayed(policy, qkv, [tokens], tokens)
+    other = {
+        "in chunks of 7": _replayed(policy, qkv, [tokens], 7),
+        "token by token": _replayed(policy, qkv, [5, *range(6, tokens + 1)], 7),
+    }
+    for how, log in other.items():
+        if not torch.equal(log, whole):
+            step = int(torch.minimum(log, whole)[log != whole].min())
+            raise _wrong(
+                policy,
+                f"decides otherwise {how} than in one piece, first at step {step}; slots are in no particular order, "
+                "and empty ones hold anything: go by positions and held",
+            )
+    return f"{tokens} tokens in one piece, in chunks and token by token: the same decisions"
+
+
+def _rows_are_independent(policy: Policy) -> str | None:
+    """A left-padded row of a batch decides as the same row alone."""
+    if _refuses(policy):
+        return None
+    tokens, padding = policy.effective_budget + _BEYOND, 11
+    q, k, v = _random(5, 2, tokens)
+    real = torch.arange(tokens) >= torch.tensor([[0], [padding]])
+    both = _replayed(policy, (q, k, v), [tokens], 16, real)[1:, :, padding:]
+    alone = _replayed(policy, (q[1:, :, padding:], k[1:, :, padding:], v[1:, :, padding:]), [tokens - padding], 16)
+    both = torch.where(both < tokens, both - padding, both)
+    if not torch.equal(both, alone):
+        step = int(torch.minimum(both, alone)[both != alone].min())
+        raise _wrong(policy, f"a left-padded row decides otherwise than the same row alone, first at step {step}")
+    return "a left-padded row of a batch decides as the row alone"
+
+
+def _for_layers(policy: Policy) -> str:
+    for layer in range(4):
+        made = policy.for_layer(layer, 4)
+        if (made.layer, made.num_layers) != (layer, 4) or made.effective_budget < 1:
+            raise _wrong(policy, f"for_layer({layer}, 4) gives layer {made.layer} of {made.num_layers}")
+    return "every layer of four has a share of the budget"
+
+
+def _load(target: str, words: Sequence[str]) -> Policy:
+    import yaml
+
+    module, _, name = target.rpartition(".")
+    sys.path.insert(0, "")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise UsageError(f"{target}: cannot be imported ({e})") from e
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise UsageError(f"{target}: is no subclass of tova.policies.Policy")
+    parameters: dict[str, Any] = {"budget": 48}
+    for word in words:
+        option, equals, value = word.partition("=")
+        if not equals:
+            raise UsageError(f"{word}: write parameter=value")
+        parameters[option] = yaml.safe_load(value)
+    try:
+        return found(**parameters)
+    except TypeError as e:
+        raise UsageError(f"{target}: {e}") from e
+
+
+def main(words: Sequence[str]) -> int:
+    """Check the policy named on the command line; 0 if it keeps the contract, 2 if not."""
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: python -m tova.check module.Policy [budget=48] [parameter=value ...]")
+        return 0 if words else 2
+    try:
+        for sentence in check(_load(words[0], words[1:])):
+            print(f"ok  {sentence}")
+    except UsageError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
