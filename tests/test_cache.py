@@ -259,3 +259,77 @@ def test_a_policy_of_ones_own_runs_on_the_reference_scan(llama) -> None:
     assert (mine.evicted_at == builtin.evicted_at).all()
     with pytest.raises(UsageError, match="needs numba, CPU tensors and a compiled built-in policy, not mine"):
         forward(llama, ids, EvictingCache(Mine(budget=20), scan="cpu"))
+
+
+def test_caches_of_another_kind_are_refused(llama) -> None:
+    made = policies.make("tova", budget=16)
+    with pytest.raises(
+        UsageError, match=r"cannot be offloaded: .* take a smaller budget, or transformers' DynamicCache"
+    ):
+        EvictingCache(made, offloading=True)
+    with pytest.raises(UsageError, match=r"cannot be quantised: .* or transformers' QuantizedCache"):
+        EvictingCache(made, nbits=4)
+    with pytest.raises(UsageError, match="takes no option 'budget'"):
+        EvictingCache(made, budget=3)
+    # Drafts are taken back by cropping, which transformers asks for before it starts.
+    for assisted in (dict(assistant_model=llama), dict(prompt_lookup_num_tokens=3)):
+        with pytest.raises((UsageError, ValueError), match="cropped"):
+            llama.generate(
+                tokens(1, 30),
+                max_new_tokens=5,
+                do_sample=False,
+                **{cache_argument(llama): EvictingCache(made)},
+                **assisted,
+            )
+
+
+def test_streaming_output(llama) -> None:
+    """Tokens come one by one as they are made, and are those of the whole text."""
+
+    class Streamer:
+        def __init__(self) -> None:
+            self.got: list[list[int]] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.got.append(value.flatten().tolist())
+
+        def end(self) -> None:
+            self.got.append([])
+
+    streamer, ids = Streamer(), tokens(1, 30)
+    cache = EvictingCache(policies.make("tova", budget=16))
+    text = llama.generate(
+        ids, max_new_tokens=8, do_sample=False, pad_token_id=0, streamer=streamer, **{cache_argument(llama): cache}
+    )
+    assert streamer.got == [ids[0].tolist(), *([token] for token in text[0, 30:].tolist()), []]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("policy", ["tova", "h2o", "snapkv", "tova_head"])
+def test_half_precision(dtype, policy: str) -> None:
+    """Records and ranking are float32 whatever the model's dtype: with keys and queries that half precision holds
+    exactly, what is kept is what a float32 run keeps, and outputs differ by rounding only."""
+    from tova.replay import Attention, LayerState, replay
+    from tova.scan import select
+
+    options = {} if policy.startswith("tova") else dict(recent_window=4)
+    made = policies.make(policy, budget=24, **options)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, heads, 90, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
+    found = []
+    for kind in (dtype, torch.float32):
+        for scan, pieces in (("auto", [90]), ("reference", [40, *range(41, 91)])):
+            state = LayerState.empty(made, k.to(kind), v.to(kind), 2 if made.per_head else 1, log=True)
+            assert all(r.dtype in (torch.float32, torch.bool) for r in state.slots.records.values())
+            out, begin = [], 0
+            for end in pieces:
+                part = (x[:, :, begin:end].to(kind) for x in (q, k, v))
+                out.append(
+                    replay(*part, state, made, Attention(0.25), scan=select(scan, made, q.device, kind), chunk=17)
+                )
+                begin = end
+            found.append((torch.cat(out, 2), state.log.view))
+    for out, log in found:
+        assert (log == found[-1][1]).all()
+        assert (out.float() - found[-1][0].float()).abs().max() < 0.03
+    assert found[0][0].dtype == dtype

@@ -17,6 +17,23 @@ from tova.replay import Attention, LayerState, replay
 from tova.scan import SCANS, Scan, select
 
 PREFILLS = ("every_step", "one_shot")
+_OFFLOADED = (
+    "an evicting cache cannot be offloaded: it is small because it forgets; take a smaller budget, or transformers' "
+    "DynamicCache(offloading=True) to keep everything"
+)
+_QUANTISED = (
+    "an evicting cache cannot be quantised: what is kept is kept as it was written; take a smaller budget or "
+    "model.dtype=bfloat16, or transformers' QuantizedCache to keep everything"
+)
+_OTHERS = {
+    "offloading": _OFFLOADED,
+    "offload_only_non_sliding": _OFFLOADED,
+    "nbits": _QUANTISED,
+    "backend": _QUANTISED,
+    "q_group_size": _QUANTISED,
+    "residual_length": _QUANTISED,
+}
+"""Options of transformers' other caches, and why they are refused here."""
 
 
 class EvictingCache(compat.Cache):
@@ -53,7 +70,10 @@ class EvictingCache(compat.Cache):
         observers: Sequence[Observer] = (),
         scan: str = "auto",
         chunk: int | None = None,
+        **others: Any,
     ) -> None:
+        for option in others:
+            raise UsageError(_OTHERS.get(option, f"EvictingCache takes no option {option!r}"))
         if prefill not in PREFILLS:
             raise UsageError(f"prefill must be one of {', '.join(PREFILLS)}, got {prefill!r}")
         if isinstance(evict_every, bool) or not isinstance(evict_every, int) or evict_every < 1:
@@ -278,7 +298,7 @@ class EvictingLayer(compat.CacheLayerMixin):
         self.state.map_batch(pick)
 
     def offload(self) -> None:
-        raise UsageError("an evicting cache cannot be offloaded: it is small because it forgets")
+        raise UsageError(_OFFLOADED)
 
     prefetch = offload
 
