@@ -10,7 +10,6 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tova.errors import UsageError
-from tova.policies import MERGING, merges
 
 
 def explain(error: BaseException) -> str | None:
@@ -29,8 +28,11 @@ def explain(error: BaseException) -> str | None:
 def _missing(error: MissingConfigException) -> str:
     group, _, choice = str(error.missing_cfg_file or "").rpartition("/")
     choices = list(error.options or [])
-    if group == "policy" and choice in MERGING:
-        return f"policy={merges(choice)}"
+    if group == "policy":
+        from tova.policies import MERGING, merges  # loads torch, which a mistake in an option need not wait for
+
+        if choice in MERGING:
+            return f"policy={merges(choice)}"
     if group and choices:
         return f"{group}={choice}: there is no such {group}{_closest(choice, choices)}; there are {', '.join(choices)}"
     return " ".join(str(error).split())

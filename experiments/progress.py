@@ -21,6 +21,7 @@ class Progress:
         self._started = time.monotonic()
         self._worked = 0.0
         self._worked_cells = 0
+        self._ahead = 0
         self._console = Console(stderr=True)
         self._bars: Bars | None = None
         if self._console.is_terminal:
@@ -67,13 +68,17 @@ class Progress:
         if self._bars is not None:
             self._bars.update(self._cell, completed=int(self._advanced))
 
-    def finish(self, outcome: str, worked: bool) -> None:
-        """The cell is over; ``worked`` is False if its result was there before."""
+    def finish(self, outcome: str, worked: bool, cells: int = 1) -> None:
+        """The cell is over; ``worked`` is False if its result was there before.
+
+        ``cells`` is how many its time was spent on: others may have been measured beside it.
+        """
         self._finished += 1
+        self._ahead = max(0, self._ahead - 1) + cells - 1
         seconds = time.monotonic() - self._cell_started
         if worked:
             self._worked += seconds
-            self._worked_cells += 1
+            self._worked_cells += cells
         if self._bars is not None:
             self._bars.update(self._sweep, completed=self._finished)
             self._bars.update(self._cell, visible=False)
@@ -84,8 +89,8 @@ class Progress:
         self.say(line)
 
     def _left(self) -> str:
-        rest = self._cells - self._finished
-        if not rest or not self._worked_cells:
+        rest = self._cells - self._finished - self._ahead
+        if rest <= 0 or not self._worked_cells:
             return ""
         left = rest * self._worked / self._worked_cells
         return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"

@@ -35,11 +35,13 @@ class Runner:
         root: where results go.
         progress: told how far things are.
         group: the sweep's id, W&B's group; None for a single cell.
+        cells: all cells of the sweep, if this process is to run them: some may be measured beside others.
     """
 
     root: Path
     progress: Progress
     group: str | None = None
+    cells: tuple[Cell, ...] = ()
 
     def run(self, cell: Cell) -> Row:
         """The cell's summary, from disk if it is done."""
@@ -54,9 +56,58 @@ class Runner:
             # Whatever cannot be had is found before anything is written.
             _load_documents(cell)
             _load_model(cell)
+        begun = bool(folder.rows())
+        beside = self._beside(cell)
+        if beside:
+            self._read_ahead([cell, *beside])
         summary = self._measure(cell, folder)
-        self.progress.finish(headline(summary), worked=True)
+        self.progress.finish(headline(summary), worked=not begun or bool(beside), cells=1 + len(beside))
         return summary
+
+    def _beside(self, cell: Cell) -> list[Cell]:
+        """Cells of the sweep that are still to do and can be rows of one batch with ``cell``."""
+        at_once = getattr(cell.task, "cells_at_once", None)
+        if at_once is None or cell.budget is None:
+            return []
+        most = at_once(cell) - 1
+        found: list[Cell] = []
+        for other in self.cells:
+            alike = other.budget is not None and other.id != cell.id and _shared(other) == _shared(cell)
+            if len(found) < most and alike and not CellFolder(self.root, other.id).rows():
+                found.append(other)
+        return found
+
+    def _read_ahead(self, cells: list[Cell]) -> None:
+        """Measure several cells at once and store their rows; each is then finished like one that was interrupted.
+
+        If that fails, nothing is said: each is then run alone, and the one that cannot be says why.
+        """
+        folders = [CellFolder(self.root, cell.id) for cell in cells]
+        reference = self._reference(cells[0])
+        contexts = []
+        for cell, folder in zip(cells, folders, strict=True):
+            folder.check()
+            folder.begin(cell)
+            contexts.append(self._context(cell, folder, reference))
+        try:
+            for which, measured, arrays in cells[0].task.run_together(contexts):  # type: ignore[attr-defined]
+                folders[which].append({**measured, **provenance(cells[which])}, arrays)
+        except Exception as e:
+            self.progress.say(f"{len(cells)} cells at once did not work ({type(e).__name__}); one by one")
+        finally:
+            for folder in folders:
+                folder.forget_if_empty()
+
+    def _context(self, cell: Cell, folder: CellFolder, reference: Callable[[int], dict[str, np.ndarray]]) -> Context:
+        return Context(
+            cell=cell,
+            done=frozenset(row["document"] for row in folder.rows()),
+            load_model=functools.partial(_load_model, cell),
+            load_documents=functools.partial(_load_documents, cell),
+            reference=reference,
+            advance=self.progress.advance,
+            expect=self.progress.expect,
+        )
 
     def _measure(self, cell: Cell, folder: CellFolder) -> Row:
         """Run what is left of the cell; a mistake found on the way leaves no folder without a result."""
@@ -80,15 +131,7 @@ class Runner:
         ) as tracker:
             for row in folder.rows():
                 tracker.document(row)
-            context = Context(
-                cell=cell,
-                done=frozenset(row["document"] for row in folder.rows()),
-                load_model=functools.partial(_load_model, cell),
-                load_documents=functools.partial(_load_documents, cell),
-                reference=reference,
-                advance=self.progress.advance,
-                expect=self.progress.expect,
-            )
+            context = self._context(cell, folder, reference)
             for measured, arrays in cell.task.run(context):
                 row = {**measured, **provenance(cell)}
                 folder.append(row, arrays)
@@ -110,6 +153,12 @@ class Runner:
             self.progress.say("first the full cache on the same documents, to compare with")
             self._measure(full, folder)
         return folder.arrays
+
+
+def _shared(cell: Cell) -> dict[str, Any]:
+    """What cells must have in common to be rows of one batch: everything but policy, budget and intervals."""
+    apart = ("policy", "budget", "evict_every")
+    return {k: v for k, v in cell.identity.items() if k not in apart} | {"task": cell.config["task"]}
 
 
 _KEPT_LOADED: dict[str, Any] = {}

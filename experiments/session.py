@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
+from experiments.cells import Cell
 from experiments.progress import Progress
 from experiments.store import Sweep, frame
 
 _current: Progress | None = None
+_cells: list[Cell] = []
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,14 @@ class CellsFailedError(Exception):
 
 
 @contextlib.contextmanager
-def use(progress: Progress) -> Iterator[None]:
-    """Let cells that run in this process report to ``progress``."""
-    global _current
-    _current = progress
+def use(progress: Progress, cells: Iterable[Cell]) -> Iterator[None]:
+    """Let cells that run in this process report to ``progress``, and know which others are to be run."""
+    global _current, _cells
+    _current, _cells = progress, list(cells)
     try:
         yield
     finally:
-        _current = None
+        _current, _cells = None, []
 
 
 def run_cell(config: DictConfig) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def run_cell(config: DictConfig) -> dict[str, Any]:
     check_mode(config.tracking.mode)
     root = Path(config.results_dir)
     if _current is not None:
-        return Runner(root, _current, config.sweep.id).run(cell)
+        return Runner(root, _current, config.sweep.id, tuple(_cells)).run(cell)
     with Progress(1) as progress:
         summary = Runner(root, progress, config.sweep.id).run(cell)
     if config.sweep.id is None:

@@ -65,7 +65,7 @@ class CellSweeper(Sweeper):
             CellFolder(root, cell_id).check()
         sweep = Sweep(root, f"{self._config.sweep.name}-{_hash(sorted(cells))}")
         sweep.begin(cells)
-        with Progress(len(cells)) as progress, session.use(progress):
+        with Progress(len(cells)) as progress, session.use(progress, cells.values()):
             jobs = [[*overrides[cell_id], f"sweep.id={sweep.id}"] for cell_id in cells]
             returns = self._launcher.launch(jobs, initial_job_idx=0)
         _raise_failures(returns, [cell.title for cell in cells.values()])

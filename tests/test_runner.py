@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,38 @@ def experiments_rows(place: Path, policy: str) -> list[dict]:
     return CellFolder(place / "results/runs", cell.name).rows()
 
 
+def test_cells_run_together_are_the_cells_alone(place, monkeypatch, capsys) -> None:
+    """Rows of one batch, each with its own policy and budget; an interrupted cell continues alone."""
+    words = [*TINY, "policy=tova,h2o_half,window", "budget=24,32"]
+    code, _, err = command(monkeypatch, capsys, "-m", *words, "task.together=4")
+    assert code == 0, err
+    assert "did not work" not in err
+    together = experiments.frame().set_index("cell")
+    rows = experiments.documents()
+    shutil.rmtree(place / "results")
+    code, _, err = command(monkeypatch, capsys, "-m", *words, "task.together=1")
+    assert code == 0, err
+    alone = experiments.frame().set_index("cell")
+    assert list(alone.index) == list(together.index)
+    assert len(alone) == 6
+    for figure in (
+        "nll",
+        "delta_nll",
+        "perplexity",
+        "retained_mass",
+        "heavy_hitter_recall",
+        "held_mean",
+        "cache_bytes",
+    ):
+        assert together[figure].tolist() == pytest.approx(
+            alone[figure].tolist(), abs=1e-5 if figure != "perplexity" else 1e-2
+        )
+    assert list(rows["document"]) == list(experiments.documents()["document"])
+    code, _, err = command(monkeypatch, capsys, *TINY, "policy=tova", "task.together=0")
+    assert code == 2
+    assert "task.together=0: must be auto, or an integer of at least 1" in err
+
+
 def test_prompts_at_once_and_intervals(place, monkeypatch, capsys) -> None:
     """One-shot rows are those of a hand-made run; the table says how each cell was run and what it held."""
     words = [*TINY, "policy=tova,snapkv_prefill,full", "budget=40", "prefill=one_shot", "prompt=0.5"]
@@ -313,10 +346,10 @@ def test_a_failing_cell_does_not_stop_the_others(place, monkeypatch, capsys) -> 
 
     original = Perplexity._measure
 
-    def breaks(self, context, loaded, ids):
-        if context.cell.budget is not None and context.cell.budget.value == 16:
+    def breaks(self, contexts, loaded, ids):
+        if any(c.cell.budget is not None and c.cell.budget.value == 16 for c in contexts):
             raise RuntimeError("out of luck")
-        return original(self, context, loaded, ids)
+        return original(self, contexts, loaded, ids)
 
     monkeypatch.setattr(Perplexity, "_measure", breaks)
     code, out, err = command(monkeypatch, capsys, "-m", *TINY, "policy=tova", "budget=16,32")
@@ -407,7 +440,12 @@ def test_tracking_marks_failures(place, monkeypatch, capsys) -> None:
     words = [w for w in TINY if not w.startswith("tracking")]
     with pytest.raises(RuntimeError, match="out of luck"):
         command(monkeypatch, capsys, *words, "policy=full")
-    (run,) = offline_runs(place / "results/runs/wandb")
+    # W&B writes from a process of its own, which may be a little behind on a busy machine.
+    for _ in range(40):
+        (run,) = offline_runs(place / "results/runs/wandb")
+        if run["exit"] is not None:
+            break
+        time.sleep(0.5)
     assert run["exit"] == 1
     assert len(run["history"]) == 2
 
@@ -422,7 +460,7 @@ def test_help_is_quick_and_names_the_choices(place) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for choice in ("full, h2o, h2o_half,", "books, pg19, text", "canonical_trace, quickstart"):
+    for choice in ("full, h2o, h2o_half,", "books, pg19, text", "quickstart"):
         assert choice in done.stdout
 
 

@@ -23,12 +23,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from tova.cache import EvictingCache
+    from tova.rows import SideBySide
 
 HEAVY_HITTERS = 32
 _LOGITS_AT_ONCE = 2**27
 
 
-def token_nll(model: PreTrainedModel, ids: Tensor, cache: EvictingCache | None = None, segment: int = 0) -> Tensor:
+def token_nll(
+    model: PreTrainedModel,
+    ids: Tensor,
+    cache: EvictingCache | SideBySide | None = None,
+    segment: int = 0,
+    prompt: int = 0,
+) -> Tensor:
     """Negative log-likelihood of every token but the first, in nats, teacher-forced.
 
     Args:
@@ -37,6 +44,8 @@ def token_nll(model: PreTrainedModel, ids: Tensor, cache: EvictingCache | None =
         cache: an empty cache; None lets the model see everything.
         segment: tokens per forward, so that logits of T x vocabulary never exist at once; 0 chooses. With a cache the
             text may be fed in any pieces; without one it is a single forward.
+        prompt: the first ``prompt`` tokens are one call, prefilled as the cache says; all that follows is as if
+            decoded. It makes a difference to ``prefill=one_shot`` only, which then needs the prompt's logits at once.
 
     Returns:
         float32 [B, T - 1]; index t is the loss of token t + 1, predicted by the query at step t.
@@ -50,13 +59,24 @@ def token_nll(model: PreTrainedModel, ids: Tensor, cache: EvictingCache | None =
     elif segment < 1:
         segment = max(128, _LOGITS_AT_ONCE // (vocabulary * batch))
     cached = {"use_cache": False} if cache is None else {compat.cache_argument(model): cache, "use_cache": True}
+    one_shot = cache is not None and cache.prefill == "one_shot"
+    if one_shot and not 2 <= prompt < tokens:
+        raise UsageError(f"prompt must be at least 2 and below the text's {tokens} tokens, got {prompt}")
+    begins = [*range(prompt, tokens - 1, segment)] if one_shot else [*range(0, tokens - 1, segment)]
+    if one_shot:
+        begins.insert(0, 0)
     losses = []
-    with torch.inference_mode():
-        for begin in range(0, tokens - 1, segment):
-            end = min(begin + segment, tokens - 1)
-            logits = model(input_ids=ids[:, begin:end], **cached).logits
-            targets = ids[:, begin + 1 : end + 1].to(logits.device)
-            losses.append(_cross_entropy(logits, targets))
+    try:
+        with torch.inference_mode():
+            for begin, end in zip(begins, [*begins[1:], tokens - 1], strict=True):
+                if one_shot and begin and cache is not None:
+                    cache.prefill = "every_step"
+                logits = model(input_ids=ids[:, begin:end], **cached).logits
+                targets = ids[:, begin + 1 : end + 1].to(logits.device)
+                losses.append(_cross_entropy(logits, targets))
+    finally:
+        if one_shot and cache is not None:
+            cache.prefill = "one_shot"
     return torch.cat(losses, 1)
 
 

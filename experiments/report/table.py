@@ -48,9 +48,7 @@ _TRACE_BESIDE = (
     Measure("heavy_hitter_recall", "heavy-hitter recall, t >= k", "recall, t >= k", False, ".6f"),
 )
 _DTYPES = (
-    Measure(
-        "same_sets", "share of (layer, step) pairs with the same set, t >= k", "same sets", False, ".4f"
-    ),
+    Measure("same_sets", "share of (layer, step) pairs with the same set, t >= k", "same sets", False, ".4f"),
     Measure("shared", "share of a kept set that both hold, t >= k", "shared", False, ".4f"),
 )
 _BY_TASK = {"trace": (_TRACE, _TRACE_BESIDE), "dtypes": (_DTYPES, ())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from tova.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+    from experiments.cells import Cell
     from experiments.models import Loaded
-    from tova.measures import AttentionReport
+    from tova import EvictingCache
+    from tova.measures import AttentionMeasures, AttentionReport
     from tova.observers import Seen
 
 
@@ -28,12 +31,14 @@ class Perplexity:
     Args:
         measures: also measure the attention; costs about one more full attention and all keys of a document.
         batch_size: documents of equal length run as rows of one batch; the figures are the same.
+        together: cells that share model and text, as rows of one batch: ``auto`` or how many; the figures are the same.
         chunk: queries per block of the replay, null chooses; the figures are the same.
         scan: auto, reference or cpu; the figures are the same.
     """
 
     measures: bool = True
     batch_size: int = 1
+    together: int | str = "auto"
     chunk: int | None = None
     scan: str = "auto"
 
@@ -42,8 +47,55 @@ class Perplexity:
     needs_reference = True
     length = None
 
+    def __post_init__(self) -> None:
+        whole = isinstance(self.together, int) and not isinstance(self.together, bool) and self.together >= 1
+        if not whole and self.together != "auto":
+            raise UsageError(f"task.together={self.together}: must be auto, or an integer of at least 1")
+
     def identity(self) -> dict[str, Any]:
         return {"name": self.name, "measures": self.measures}
+
+    def cells_at_once(self, cell: Cell) -> int:
+        """How many cells on the same model and text this task would run as rows of one batch."""
+        if isinstance(self.together, int):
+            return self.together
+        import torch
+
+        return 8 if cell.device.startswith("cuda") else torch.get_num_threads()
+
+    def run_together(self, contexts: list[Context]) -> Iterator[tuple[int, Row, dict[str, np.ndarray]]]:
+        """As :meth:`run` for several cells that share model, text and prompt; yields which cell each row is of."""
+        cell = contexts[0].cell
+        assert cell.dataset is not None
+        done = frozenset.intersection(*(c.done for c in contexts))
+        todo = [(i, d) for i, d in enumerate(contexts[0].load_documents()) if d.name not in done]
+        if not todo:
+            return
+        loaded = contexts[0].load_model()
+        ids = {i: encode(loaded, d.text, cell.dataset.tokens, d.name) for i, d in todo}
+        contexts[0].expect(sum(len(t) for t in ids.values()) * len(contexts))
+        for index, document in todo:
+            wanted = [n for n, context in enumerate(contexts) if document.name not in context.done]
+            most = self._that_fit(loaded, len(ids[index]), len(wanted))
+            for begin in range(0, len(wanted), most):
+                part = wanted[begin : begin + most]
+                runs = self._measure([contexts[n] for n in part], loaded, ids[index].unsqueeze(0))
+                for n, (row, arrays) in zip(part, runs, strict=True):
+                    row |= {"index": index, "document": document.name, "text_sha256": document.sha256}
+                    reference = contexts[n].reference(index)
+                    row |= _losses(arrays["nll"], reference["nll"], row["saturated_from"])
+                    yield n, row, arrays
+
+    def _that_fit(self, loaded: Loaded, tokens: int, rows: int) -> int:
+        """How many rows of so many tokens fit into half the memory that is free; at least 1."""
+        free = _free_bytes(loaded.model.device)
+        if free is None:
+            return rows
+        config = loaded.model.config.get_text_config()
+        size = loaded.model.dtype.itemsize
+        kept = config.num_hidden_layers * config.hidden_size * 2 * size if self.measures else 0
+        row = tokens * (kept + 40 * config.hidden_size * size) + 2**29
+        return max(1, min(rows, int(free / 2 // row)))
 
     def run(self, context: Context) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
         import torch
@@ -58,7 +110,7 @@ class Perplexity:
         context.expect(sum(t.shape[0] for t in ids.values()))
         for batch in _batches(list(ids), ids, self.batch_size):
             names = {i: d for i, d in todo if i in batch}
-            rows = self._measure(context, loaded, torch.stack([ids[i] for i in batch]))
+            rows = self._measure([context], loaded, torch.stack([ids[i] for i in batch]))
             for index, (row, arrays) in zip(batch, rows, strict=True):
                 document = names[index]
                 reference = arrays if row["policy"] == "full" else context.reference(index)
@@ -67,48 +119,63 @@ class Perplexity:
                 yield row, arrays
 
     def _measure(
-        self, context: Context, loaded: Loaded, ids: torch.Tensor
+        self, contexts: list[Context], loaded: Loaded, ids: torch.Tensor
     ) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
+        """A row per batch row of ``ids`` for one cell, or a row per cell for a single text."""
         from tova import EvictingCache
         from tova.measures import AttentionMeasures, token_nll
+        from tova.rows import SideBySide
 
         batch, tokens = ids.shape
-        policy = context.cell.policy(tokens)
-        measures = AttentionMeasures() if self.measures else None
-        ticker = _Ticker(context, batch * tokens, loaded.model.config.num_hidden_layers)
-        prompt = context.cell.prompt.tokens(tokens) if context.cell.prompt is not None else 0
-        cache = EvictingCache(
-            policy,
-            prefill=context.cell.prefill,
-            evict_every=context.cell.evict_every,
-            observers=[o for o in (measures, ticker) if o is not None],
-            scan=self.scan,
-            chunk=self.chunk,
-        )
+        cells = [context.cell for context in contexts]
+        prompt = cells[0].prompt.tokens(tokens) if cells[0].prompt is not None else 0
+        ticker = _Ticker(contexts[0], loaded.model.config.num_hidden_layers)
+        measures = [AttentionMeasures() if self.measures else None for _ in cells]
+        caches = [
+            EvictingCache(
+                cell.policy(tokens),
+                prefill=cell.prefill,
+                evict_every=cell.evict_every,
+                observers=[o for o in (measure, ticker) if o is not None],
+                scan=self.scan,
+                chunk=self.chunk,
+            )
+            for cell, measure in zip(cells, measures, strict=True)
+        ]
+        rows = batch if len(cells) == 1 else len(cells)
+        cache = caches[0] if len(cells) == 1 else SideBySide(caches)
         started = time.perf_counter()
-        nll = token_nll(loaded.model, ids.to(loaded.model.device), cache, prompt=prompt).float().cpu().numpy()
-        seconds = (time.perf_counter() - started) / batch
-        unbounded = context.cell.budget is None
-        evicted_at = cache.evicted_at.cpu()
-        held = (evicted_at > tokens).sum(-1).float().transpose(0, 1).flatten(1).mean(1)
-        for r in range(batch):
-            row: Row = {
-                "policy": policy.label,
-                "budget": None if unbounded else policy.budget,
-                "tokens": tokens,
-                "saturated_from": 0 if unbounded else max(policy.budget, prompt),
-                "evict_every": context.cell.evict_every,
-                "prefill": context.cell.prefill,
-                "prompt": prompt,
-                "held_mean": float(held[r]),
-                "cache_bytes": cache.nbytes // batch,
-                "seconds": seconds,
-                "tokens_per_second": tokens / seconds,
-                "context_exceeded": loaded.context is not None and tokens > loaded.context,
-            }
-            if measures is not None:
-                row |= _attention(measures.report, row["saturated_from"], r)
+        ids = ids.to(loaded.model.device).expand(rows, -1)
+        nll = token_nll(loaded.model, ids, cache, prompt=prompt).float().cpu().numpy()
+        seconds = (time.perf_counter() - started) / rows
+        for r in range(rows):
+            which, within = (0, r) if len(cells) == 1 else (r, 0)
+            row = self._row(cells[which], caches[which], measures[which], within, tokens, prompt)
+            row |= {"seconds": seconds, "tokens_per_second": tokens / seconds}
+            row["context_exceeded"] = loaded.context is not None and tokens > loaded.context
             yield row, {"nll": nll[r]}
+
+    @staticmethod
+    def _row(
+        cell: Cell, cache: EvictingCache, measures: AttentionMeasures | None, r: int, tokens: int, prompt: int
+    ) -> Row:
+        policy = cell.policy(tokens)
+        unbounded = cell.budget is None
+        evicted_at = cache.evicted_at[:, r].cpu()
+        row: Row = {
+            "policy": policy.label,
+            "budget": None if unbounded else policy.budget,
+            "tokens": tokens,
+            "saturated_from": 0 if unbounded else max(policy.budget, prompt),
+            "evict_every": cell.evict_every,
+            "prefill": cell.prefill,
+            "prompt": prompt,
+            "held_mean": float((evicted_at > tokens).sum(-1).float().mean()),
+            "cache_bytes": cache.nbytes // cache.evicted_at.shape[1],
+        }
+        if measures is not None:
+            row |= _attention(measures.report, row["saturated_from"], r)
+        return row
 
     def summarise(self, rows: list[Row]) -> Row:
         first = rows[0]
@@ -157,6 +224,18 @@ def encode(loaded: Loaded, text: str, tokens: int | None, name: str) -> torch.Te
     return torch.tensor(ids[:tokens], dtype=torch.int64)
 
 
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory that is free where the model is; None where the machine does not say."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
 def _batches(order: list[int], ids: dict[int, torch.Tensor], size: int) -> Iterator[list[int]]:
     """Consecutive documents of equal length, at most ``size`` at a time."""
     batch: list[int] = []
@@ -172,7 +251,7 @@ def _batches(order: list[int], ids: dict[int, torch.Tensor], size: int) -> Itera
 class _Ticker:
     """Observer that reports progress: a layer of a text is its share of the text's tokens."""
 
-    def __init__(self, context: Context, tokens: int, layers: int) -> None:
+    def __init__(self, context: Context, layers: int) -> None:
         self._advance = context.advance
         self._layers = layers
 

@@ -1,0 +1,136 @@
+"""Several evicting caches side by side: row r of a batch belongs to cache r, whatever its policy and budget.
+
+Runs that share model and text and differ in policy or budget then share everything but attention: one forward of a
+batch instead of many forwards. Each row is replayed by its own cache, so its decisions are those of the run alone, up
+to how a matrix product of another shape rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tova import compat
+from tova.attention import LAYER, MaskRule
+from tova.cache import EvictingCache, EvictingLayer
+from tova.errors import UsageError
+from tova.replay import Attention
+
+
+class SideBySide(compat.Cache):
+    """One :class:`~tova.EvictingCache` per row of a batch; for texts of one length, without padding.
+
+        caches = [tova.EvictingCache(policies.make("tova", budget=k)) for k in (64, 128, 256)]
+        model(ids.expand(3, -1), cache=SideBySide(caches))
+        caches[1].evicted_at                        # as if run alone
+
+    On a CPU rows are taken by threads, as many as torch has, each computing with one.
+
+    Args:
+        caches: empty ones, or all fed with the same number of tokens.
+    """
+
+    is_croppable = False
+
+    def __init__(self, caches: Sequence[EvictingCache]) -> None:
+        if not caches:
+            raise UsageError("SideBySide needs at least one cache")
+        super().__init__(layer_class_to_replicate=self._new_layer)
+        self.caches = tuple(caches)
+        self._workers: ThreadPoolExecutor | None = None
+
+    def _new_layer(self) -> _Layer:
+        return _Layer(self, len(self.layers))
+
+    @property
+    def prefill(self) -> str:
+        """As the caches say; they must agree."""
+        found = {cache.prefill for cache in self.caches}
+        if len(found) > 1:
+            raise UsageError(f"caches side by side must have the same prefill, got {', '.join(sorted(found))}")
+        return found.pop()
+
+    @prefill.setter
+    def prefill(self, value: str) -> None:
+        for cache in self.caches:
+            cache.prefill = value
+
+    @property
+    def nbytes(self) -> int:
+        """Of all caches."""
+        return sum(cache.nbytes for cache in self.caches)
+
+    def over_rows(self, work: Callable[[int], Tensor], device: torch.device) -> list[Tensor]:
+        """``work(r)`` for every row, on the CPU in threads."""
+        rows = range(len(self.caches))
+        threads = torch.get_num_threads()
+        if device.type != "cpu" or threads == 1 or len(rows) == 1:
+            return [work(r) for r in rows]
+        if self._workers is None:
+            most = min(len(rows), threads)
+            self._workers = ThreadPoolExecutor(most, initializer=torch.set_num_threads, initargs=(1,))
+        inference = torch.is_inference_mode_enabled()
+
+        def one(r: int) -> Tensor:
+            with torch.inference_mode(inference):
+                return work(r)
+
+        return list(self._workers.map(one, rows))
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if key_states.shape[0] != len(self.caches):
+            raise UsageError(f"{len(self.caches)} caches side by side need as many rows, got {key_states.shape[0]}")
+        for layer in self.layers:
+            layer.check_attended()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class _Layer(EvictingLayer):
+    """Layer ``index`` of all caches."""
+
+    cache: SideBySide  # type: ignore[assignment]
+
+    def __init__(self, cache: SideBySide, index: int) -> None:
+        super().__init__(cache, index)  # type: ignore[arg-type]
+        self.rows: list[EvictingLayer] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.rows:
+            for cache in self.cache.caches:
+                while len(cache.layers) <= self.index:
+                    cache.layers.append(cache._new_layer())
+                self.rows.append(cache.layers[self.index])
+        for row in self.rows:
+            row.is_initialized = True
+        self.is_initialized = True
+        self._awaits_attention = True
+        tagged = key_states[:]
+        setattr(tagged, LAYER, self)
+        return tagged, value_states
+
+    def get_seq_length(self) -> int:
+        return self.rows[0].get_seq_length() if self.rows else 0
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: Attention, rule: MaskRule | None
+    ) -> Tensor:
+        self._awaits_attention = False
+        if rule is not None and rule.real(query.shape[2]) is not None:
+            raise UsageError("caches side by side take texts of one length: no padding")
+
+        def one(r: int) -> Tensor:
+            row = slice(r, r + 1)
+            return self.rows[r].attend(module, query[row], key[row], value[row], how, rule)
+
+        return torch.cat(self.cache.over_rows(one, query.device))
+
+    def reset(self) -> None:
+        super().reset()
+        self.rows = []
+
+    def _map_rows(self, indices: Tensor) -> None:
+        raise UsageError("rows of caches side by side cannot be reordered: each has a policy of its own (no beams)")
