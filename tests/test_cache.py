@@ -196,7 +196,7 @@ def test_clear_refusals(llama) -> None:
         forward(llama, ids, EvictingCache(policies.make("tova", budget=20)), attention_mask=ahead)
     with pytest.raises(UsageError, match="evict_every must be an integer of at least 1, got 0"):
         EvictingCache(policies.make("tova"), evict_every=0)
-    with pytest.raises(UsageError, match="scan must be one of auto, reference, cpu, got 'fast'"):
+    with pytest.raises(UsageError, match="scan must be one of auto, reference, cpu, gpu, fixed_point, got 'fast'"):
         EvictingCache(policies.make("tova"), scan="fast")
     t5 = T5ForConditionalGeneration(
         T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)

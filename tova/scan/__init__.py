@@ -1,12 +1,14 @@
 """The scan: which step drops which position, given the logits of a chunk of queries.
 
-``reference`` is plain torch and runs any policy on any device; ``cpu`` is compiled and re-expresses the built-in
-policies. On the same logits they decide alike. :func:`select` picks one.
+``reference`` is plain torch and runs any policy on any device; ``cpu`` (numba) and ``gpu`` (Triton) are compiled and
+re-express the built-in policies; ``fixed_point`` runs any policy, parallel over steps. On the same logits they decide
+alike. :func:`select` picks one.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +19,7 @@ from tova.errors import UsageError
 from tova.policies.base import Policy
 from tova.policies.slots import Slots
 
-SCANS = ("auto", "reference", "cpu")
+SCANS = ("auto", "reference", "cpu", "gpu", "fixed_point")
 
 
 @dataclass
@@ -62,12 +64,36 @@ class Scan(Protocol):
         ...
 
 
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton is there and can run on ``device``: CUDA, or anything in its interpreter (TRITON_INTERPRET=1)."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    return importlib.util.find_spec("triton") is not None
+
+
 def select(name: str, policy: Policy, device: torch.device, dtype: torch.dtype) -> Scan:
     """The scan called ``name``, one of ``SCANS``; ``auto`` is the fastest that can run ``policy`` there."""
     from tova.scan import reference
 
     if name == "reference":
         return reference.scan
+    if name == "fixed_point":
+        from tova.scan import fixed_point
+
+        if not fixed_point.supports(policy):
+            raise UsageError(f"scan=fixed_point: {policy.name} looks at dropped tokens, so there is nothing to guess")
+        return fixed_point.scan
+    if name == "gpu" or (name == "auto" and device.type == "cuda"):
+        if has_triton(device):
+            from tova.scan import gpu
+
+            if gpu.supports(policy, dtype):
+                return gpu.scan
+        if name == "gpu":
+            raise UsageError(
+                f"scan=gpu needs triton, CUDA tensors and a compiled built-in policy, not {policy.name} on {device} in "
+                f"{str(dtype).removeprefix('torch.')}"
+            )
     usable = device.type == "cpu" and importlib.util.find_spec("numba") is not None
     if usable:
         from tova.scan import cpu

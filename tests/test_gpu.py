@@ -1,0 +1,407 @@
+"""The Triton scan and the fixed-point scan decide as the reference does; the GPU benchmark runs from end to end.
+
+Where there is no GPU the kernels run in Triton's interpreter. It has to be chosen before Triton is imported, so the
+tests of the kernels then run in a process of their own: :func:`test_kernels_in_the_interpreter` starts it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import forward, tiny, tokens
+
+from tova import EvictingCache, UsageError, policies
+from tova.policies import Slots
+from tova.policies.base import new_records
+from tova.scan import Chunk, fixed_point, has_triton, reference, select
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+kernels = pytest.mark.skipif(
+    not has_triton(DEVICE), reason="needs triton and a GPU; without one test_kernels_in_the_interpreter runs it"
+)
+
+# name -> policies that between them take every path
+POLICIES = {
+    "tova": ("tova", {}),
+    "tova sinks": ("tova", dict(sinks=3, recent_window=4)),
+    "h2o": ("h2o", dict(recent_window=5)),
+    "h2o_half": ("h2o_half", {}),
+    "scissorhands": ("scissorhands", dict(recent_window=3)),
+    "snapkv": ("snapkv", dict(recent_window=4, obs_window=5, pool_kernel=3)),
+    "snapkv unpooled": ("snapkv", dict(recent_window=1, obs_window=3, pool_kernel=1)),
+    "pyramidkv": ("pyramidkv", dict(recent_window=4, obs_window=4)),
+    "window": ("window", {}),
+    "window recent": ("window", dict(recent_window=6)),
+    "streaming_llm": ("streaming_llm", {}),
+    "tova_official": ("tova_official", {}),
+    "tova_value": ("tova_value", {}),
+    "h2o_head": ("h2o_head", {}),
+    "l2norm": ("l2norm", {}),
+}
+UNCOMPILED = {
+    "random": ("random", {}),
+    "scissorhands_paper": ("scissorhands_paper", dict(recent_window=4, history=10)),
+}
+# name -> what is particular about the chunk
+CHUNKS = {
+    "full cache": {},
+    "first chunk, left padding": dict(kept=0, steps=26, padding=5),
+    "sliding window": dict(window=9, budget=7),
+    "attention sinks": dict(head_sinks=True),
+    "interval": dict(every=4),
+    "ragged, padded": dict(kept=12, missing=4, padding=3),
+    "one step": dict(steps=1),
+    "everything": dict(kept=6, missing=2, window=10, budget=7, head_sinks=True, every=2, padding=2),
+}
+
+
+def random_chunk(
+    name: str, parameters: dict, seed: int, *, kept: int = 16, steps: int = 13, rows: int = 2, heads: int = 3,
+    budget: int = 16, every: int = 1, missing: int = 0, padding: int = 0, window: int = 0, head_sinks: bool = False,
+):  # fmt: skip
+    """A policy and a chunk in the middle of a text: row 0 has ``missing`` fewer held, or begins with ``padding``."""
+    if window and "budget" not in parameters:
+        parameters = {k: min(v, 3) for k, v in parameters.items()}
+    policy = policies.make(name, budget=budget, **parameters)
+    random = torch.Generator().manual_seed(seed)
+    begin = 2 * kept
+    before = torch.stack([torch.randperm(max(begin, 1), generator=random)[:kept].sort().values for _ in range(rows)])
+    positions = torch.cat([before, (begin + torch.arange(steps)).expand(rows, steps)], 1)
+    records = new_records(policy, rows, kept + steps, torch.float32)
+    for record in records.values():
+        old = record[:, :kept]
+        if record.dtype == torch.float32:
+            old.copy_(torch.randint(0, 5, old.shape, generator=random) if "votes" in records
+                      else torch.rand(old.shape, generator=random))  # fmt: skip
+    held = torch.zeros(rows, kept + steps, dtype=torch.bool)
+    held[:, :kept] = True
+    held[0, kept - missing : kept] = False
+    features = {name: torch.rand(rows, kept + steps, generator=random) for name in ("value_norm", "key_norm")}
+    count = torch.full((rows, 1), begin)
+    slots = Slots(positions, held, records, count, count - 1, features if policy.wants_features else {})
+    real = allowed = None
+    if padding:
+        real = torch.ones(rows, steps, dtype=torch.bool)
+        real[0, :padding] = False
+    if window:
+        allowed = (begin + torch.arange(steps))[:, None] - positions[:, None] < window
+    return policy, Chunk(
+        logits=2 * torch.randn(rows, heads, steps, kept + steps, generator=random),
+        slots=slots,
+        kept=kept,
+        trigger=policy.effective_budget + every,
+        remains=policy.remains(0),
+        allowed=allowed,
+        real=real,
+        sinks=torch.randn(rows, heads, generator=random) if head_sinks else None,
+    )
+
+
+def copy_of(chunk: Chunk, device: torch.device = DEVICE) -> Chunk:
+    def move(x):
+        return None if x is None else x.to(device, copy=True)
+
+    s = chunk.slots
+    return dataclasses.replace(
+        chunk,
+        logits=move(chunk.logits),
+        allowed=move(chunk.allowed),
+        real=move(chunk.real),
+        sinks=move(chunk.sinks),
+        slots=Slots(
+            move(s.positions), move(s.held), {k: move(v) for k, v in s.records.items()}, move(s.observed),
+            move(s.newest), {k: move(v) for k, v in s.features.items()},
+        ),
+    )  # fmt: skip
+
+
+def check_like_reference(scan, policy, chunk: Chunk) -> torch.Tensor:
+    """Decisions, survivors and counters equal, weights, sums and records within 1e-5; returns the decisions."""
+    right, mine = copy_of(chunk), copy_of(chunk)
+    weights, sums, last = reference.scan(policy, right)
+    my_weights, my_sums, my_last = scan(policy, mine)
+    assert my_last.dtype == torch.int64
+    assert (my_last == last).all()
+    torch.testing.assert_close(my_weights.float(), weights, rtol=0, atol=1e-5)
+    torch.testing.assert_close(my_sums, sums, rtol=1e-5, atol=1e-5)
+    a, b = right.slots, mine.slots
+    assert (a.held == b.held).all()
+    assert (a.newest == b.newest).all()
+    assert (a.observed == b.observed).all()
+    for name, record in a.records.items():
+        assert b.records[name].dtype == record.dtype
+        torch.testing.assert_close(b.records[name][a.held], record[a.held], rtol=1e-5, atol=1e-5, equal_nan=True)
+    return last
+
+
+# -- the fixed point, in plain torch -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    monkeypatch.setattr(fixed_point, "has_triton", lambda device: False)
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("policy", POLICIES | UNCOMPILED)
+def test_fixed_point_is_the_sequential_scan(policy: str, chunk: str) -> None:
+    dropped = 0
+    for seed in range(3 if policy in ("tova", "h2o") else 1):
+        made, case = random_chunk(*(POLICIES | UNCOMPILED)[policy], seed, **CHUNKS[chunk])
+        with fixed_point.counting() as heard:
+            last = check_like_reference(fixed_point.scan, made, case)
+        steps = last.shape[1] - case.kept
+        assert all(solved.rounds <= steps + 1 for solved in heard)
+        dropped += int(((last >= 0) & (last < steps)).sum())
+    assert dropped or chunk == "one step" or policy == "pyramidkv"
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_fixed_point_goes_on_step_by_step_where_rounds_run_out(limit: int) -> None:
+    for seed in range(2):
+        made, case = random_chunk("tova", {}, seed, steps=20)
+        with fixed_point.counting() as heard:
+            check_like_reference(lambda p, c: fixed_point.scan(p, c, limit=limit), made, case)
+        (solved,) = heard
+        assert solved.rounds <= limit
+        assert solved.one_by_one <= 20 - limit
+        assert limit > 1 or solved.one_by_one > 0
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_fixed_point_needs_few_rounds() -> None:
+    """Far fewer than steps: what was not dropped after all must not look as if nobody had looked at it."""
+    made, case = random_chunk("tova", {}, 0, kept=128, steps=128, rows=1, budget=128)
+    with fixed_point.counting() as heard:
+        fixed_point.scan(made, case)
+    assert heard[0].rounds < 12, heard
+    assert heard[0].one_by_one == 0
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize(
+    ("name", "policy"), [("llama", "tova"), ("llama", "tova_head"), ("mistral", "h2o_half"), ("gpt_oss", "tova")]
+)
+def test_fixed_point_in_a_model(name: str, policy: str) -> None:
+    """Grouped queries, a sliding window, attention sinks; a left-padded row; chunks that do not divide the text."""
+    model = tiny(name)
+    ids, padding = tokens(length=80, seed=7), [11, 0]
+    made = policies.make(policy, budget=24)
+    right = EvictingCache(made, scan="reference", chunk=80)
+    expected = forward(model, ids, right, padding)
+    cache = EvictingCache(made, scan="fixed_point", chunk=17)
+    logits = forward(model, ids, cache, padding)
+    assert (cache.evicted_at == right.evicted_at).all()
+    assert (logits - expected)[:, 12:].abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("policy", ["full", "window", "window recent", "streaming_llm"])
+def test_closed_form_is_the_scan(policy: str) -> None:
+    for seed, options in enumerate(c for c in CHUNKS.values() if "window" not in c):
+        if policy == "full":
+            _, case = random_chunk("window", {}, seed, **options)
+            made, case.trigger = policies.make("full"), 2**62
+        else:
+            made, case = random_chunk(*POLICIES[policy], seed, **options)
+        right, mine = copy_of(case), copy_of(case)
+        _, _, last = reference.scan(made, right)
+        assert (fixed_point.closed_form(made, mine) == last).all()
+        assert (mine.slots.held == right.slots.held).all()
+        assert (mine.slots.newest == right.slots.newest).all()
+
+
+def test_scans_by_name() -> None:
+    cpu, dtype = torch.device("cpu"), torch.float32
+    tova = policies.make("tova")
+    assert select("fixed_point", tova, cpu, dtype) is fixed_point.scan
+    with pytest.raises(UsageError, match="h2o_masked looks at dropped tokens"):
+        select("fixed_point", policies.make("h2o_masked"), cpu, dtype)
+    if not has_triton(cpu):
+        with pytest.raises(UsageError, match="scan=gpu needs triton, CUDA tensors and"):
+            select("gpu", tova, cpu, dtype)
+
+
+# -- the kernels ---------------------------------------------------------------------------------------------
+
+
+# Every policy on two chunks, and two policies on every chunk: the interpreter is slow.
+PAIRS = [
+    (policy, chunk)
+    for policy in POLICIES
+    for chunk in CHUNKS
+    if chunk in ("full cache", "everything") or policy in ("tova sinks", "h2o", "window")
+]
+
+
+@kernels
+@pytest.mark.parametrize(("policy", "chunk"), PAIRS)
+def test_kernel_decides_as_the_reference(policy: str, chunk: str) -> None:
+    from tova.scan import gpu
+
+    made, case = random_chunk(*POLICIES[policy], 5, **dict(steps=9, heads=2) | CHUNKS[chunk])
+    assert select("gpu", made, DEVICE, torch.float32) is gpu.scan
+    check_like_reference(gpu.scan, made, case)
+
+
+@kernels
+@pytest.mark.parametrize("policy", ["tova", "h2o", "scissorhands", "snapkv"])
+@pytest.mark.parametrize("chunk", ["full cache", "everything"])
+def test_fixed_point_on_kernels(policy: str, chunk: str, monkeypatch) -> None:
+    """Rounds as kernels, and, where rounds run out, the scan kernel."""
+    monkeypatch.setattr(fixed_point, "_Walk", None)
+    made, case = random_chunk(*POLICIES[policy], 6, **dict(steps=9, heads=2) | CHUNKS[chunk])
+    check_like_reference(fixed_point.scan, made, case)
+    if policy == "tova":
+        check_like_reference(lambda p, c: fixed_point.scan(p, c, limit=1), made, case)
+
+
+@kernels
+@pytest.mark.parametrize("heads_at_once", [1, 2, 4])
+def test_kernel_takes_heads_in_blocks(heads_at_once: int, monkeypatch) -> None:
+    from tova.scan import gpu
+
+    made, case = random_chunk("h2o", dict(recent_window=5), 8, heads=5)
+    monkeypatch.setattr(gpu, "launch", gpu.Launch(tile=32 * heads_at_once))
+    check_like_reference(gpu.scan, made, case)
+
+
+@kernels
+@pytest.mark.parametrize("seed", range(3))
+def test_kernel_reads_half_precision(seed: int) -> None:
+    """Logits in bfloat16 are what they are: the decisions are those of the same numbers in float32."""
+    from tova.scan import gpu
+
+    made, case = random_chunk("tova", {}, seed)
+    half = case.logits.bfloat16()
+    right, mine = copy_of(case), copy_of(case)
+    right.logits, mine.logits, mine.dtype = half.float().to(DEVICE), half.to(DEVICE), torch.bfloat16
+    weights, sums, last = reference.scan(made, right)
+    my_weights, my_sums, my_last = gpu.scan(made, mine)
+    assert (my_last == last).all()
+    assert my_weights.dtype == torch.bfloat16
+    torch.testing.assert_close(my_weights.float(), weights.bfloat16().float(), rtol=0.01, atol=1e-5)
+    torch.testing.assert_close(my_sums, sums, rtol=1e-5, atol=1e-5)
+
+
+@kernels
+def test_kernel_drops_the_lower_of_equals() -> None:
+    from tova.scan import gpu
+
+    made, case = random_chunk("tova", {}, 0)
+    case.logits.zero_()
+    last = check_like_reference(gpu.scan, made, case)
+    assert last[0, :13].tolist() == list(range(13))
+
+
+@kernels
+def test_kernel_in_a_model() -> None:
+    """Grouped queries, a left-padded row, chunks that do not divide the text, by name."""
+    model = tiny("llama").to(DEVICE)
+    ids, padding = tokens(length=30), [7, 0]
+    made = policies.make("tova", budget=12)
+    right = EvictingCache(made, scan="reference")
+    cache = EvictingCache(made, scan="gpu", chunk=16)
+    with DEVICE:
+        expected = forward(model, ids.to(DEVICE), right, padding)
+        logits = forward(model, ids.to(DEVICE), cache, padding)
+    assert (cache.evicted_at == right.evicted_at).all()
+    assert (logits - expected)[:, 8:].abs().max() < 1e-3
+
+
+@kernels
+def test_unknown_policies_and_large_chunks_go_to_the_reference(monkeypatch) -> None:
+    from tova.scan import gpu
+
+    assert not gpu.supports(policies.make("random"))
+    assert not gpu.supports(policies.make("tova_official"), torch.bfloat16)
+    with pytest.raises(UsageError, match="scan=gpu needs"):
+        select("gpu", policies.make("random"), DEVICE, torch.float32)
+    monkeypatch.setattr(gpu, "MOST", 4)
+    made, case = random_chunk("tova", {}, 0)
+    check_like_reference(gpu.scan, made, case)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed (extra: gpu)")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels are tested on the GPU itself")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter")
+def test_kernels_in_the_interpreter() -> None:
+    """All tests above that need kernels, in a process whose Triton interprets them."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-k",
+        "(kernel or unknown_policies) and not interpreter",
+        "--no-header",
+        __file__,
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    print(done.stdout[-3000:], done.stderr[-3000:])
+    assert done.returncode == 0
+    assert "skipped" not in done.stdout.splitlines()[-1]
+
+
+# -- the benchmark -------------------------------------------------------------------------------------------
+
+
+def test_benchmark_runs_from_end_to_end(tmp_path, monkeypatch, capsys) -> None:
+    from experiments import run as entry
+
+    monkeypatch.chdir(tmp_path)
+    words = ["experiment=bench_gpu", "task.tiny=true", "device=cpu", "tracking.mode=disabled", "task.out=out"]
+    monkeypatch.setattr(sys, "argv", ["experiments.run", *words])
+    entry.main()
+    printed = capsys.readouterr().out
+    assert "## Decoding" in printed
+    result = json.loads((tmp_path / "out/bench_gpu.json").read_text())
+    assert {name: part["ended"] for name, part in result["parts"].items()} == dict.fromkeys(result["parts"], "ok")
+    assert not [row for row in result["rows"] if "error" in row]
+    parts = {row["part"] for row in result["rows"]}
+    assert parts >= {"card", "decisions", "layer", "long", "decode"}
+    assert sum(row["different"] for row in result["rows"] if row["part"] == "decisions") == 0
+    page = (tmp_path / "out/bench_gpu.md").read_text()
+    for word in ("driver", "torch 2", "transformers", "the figures mean nothing"):
+        assert word in page
+
+
+def test_benchmark_outlives_a_part_that_fails(tmp_path, monkeypatch) -> None:
+    """A part that is stopped, and one that fails, are reported as such; what they had measured stays."""
+    from experiments.tasks import bench_gpu
+
+    monkeypatch.setattr(bench_gpu, "_in_a_process", lambda part, device, tiny, rows: _fake(bench_gpu, part, rows))
+    result = bench_gpu.measure(["card", "layer"], "cpu", True, tmp_path)
+    assert result["parts"]["card"]["ended"] == "ok"
+    assert result["parts"]["layer"]["ended"] == "exit code 1: boom"
+    assert [row["part"] for row in result["rows"]] == ["card", "layer"]
+    page = (tmp_path / "bench_gpu.md").read_text()
+    assert "This part did not come to its end: exit code 1: boom." in page
+    with pytest.raises(UsageError, match="needs a CUDA device"):
+        bench_gpu._device("cpu", tiny=False)
+    with pytest.raises(UsageError, match="there is no part 'speed'"):
+        bench_gpu.BenchGpu(started="now", parts=["speed"])
+
+
+def _fake(bench_gpu, part: str, rows: Path) -> str:
+    row = {"part": part, "batch": 1, "bytes_per_second": 1.0, "flops_per_second": 1.0}
+    rows.write_text(json.dumps(row) + "\n")
+    return "ok" if part == "card" else "exit code 1: boom"
+
+
+def test_benchmark_stops_a_part_in_time(tmp_path, monkeypatch) -> None:
+    from experiments.tasks import bench_gpu
+
+    monkeypatch.setitem(bench_gpu.SECONDS, "card", 0.01)
+    assert bench_gpu._in_a_process("card", "cpu", True, tmp_path / "rows") == "stopped after 0.04 s"

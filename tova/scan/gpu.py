@@ -1,0 +1,487 @@
+"""The scan in Triton: the built-in policies, re-expressed, on a GPU.
+
+Two kernels, and a third that makes one of them parallel. ``_scan_kernel`` has one program per kept set, which goes
+through the steps of a chunk with the set's state in registers: softmax of every head over what is held, head average,
+record, victim. It reads the logits once, in whatever dtype they are, and accumulates in float32. ``_weights_kernel``,
+with a program for every query and head, turns logits into undivided weights once it is known who saw whom; policies
+that drop the oldest need nothing else. ``_rows_kernel`` computes the head-averaged weights of all steps under guessed
+drops, for :mod:`tova.scan.fixed_point`; the scan kernel then walks through these.
+
+Without a GPU the kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` before Triton is imported), slowly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tova.policies import (
+    H2O,
+    Full,
+    H2OHalf,
+    H2OHead,
+    L2Norm,
+    Policy,
+    PyramidKV,
+    PyramidKVPrefill,
+    Scissorhands,
+    SnapKV,
+    SnapKVPrefill,
+    StreamingLLM,
+    StreamingLLMReindexed,
+    Tova,
+    TovaHead,
+    TovaOfficial,
+    TovaValue,
+    Window,
+)
+from tova.scan import Chunk, fixed_point, reference
+
+OLDEST, LATEST, SUM, VOTES, RING, FEATURE = (tl.constexpr(mode) for mode in range(6))
+# What a policy does, the record it does it with, and the feature that weighs or replaces it.
+MODES: dict[type[Policy], tuple[Any, str | None, str | None]] = {
+    Full: (OLDEST, None, None),
+    Window: (OLDEST, None, None),
+    StreamingLLM: (OLDEST, None, None),
+    StreamingLLMReindexed: (OLDEST, None, None),
+    Tova: (LATEST, "weight", None),
+    TovaHead: (LATEST, "weight", None),
+    TovaOfficial: (LATEST, "weight", None),
+    TovaValue: (LATEST, "weight", "value_norm"),
+    H2O: (SUM, "sum", None),
+    H2OHalf: (SUM, "sum", None),
+    H2OHead: (SUM, "sum", None),
+    Scissorhands: (VOTES, "votes", None),
+    SnapKV: (RING, "ring", None),
+    SnapKVPrefill: (RING, "ring", None),
+    PyramidKV: (RING, "ring", None),
+    PyramidKVPrefill: (RING, "ring", None),
+    L2Norm: (FEATURE, None, "key_norm"),
+}
+
+MOST = 16384
+"""Candidates a program takes; a chunk with more (a long prompt in one shot) goes to the reference scan."""
+_NEVER = 2**31 - 1
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+_INF = tl.constexpr(float("inf"))
+_HIGHEST = tl.constexpr(80.0)  # as in tova.scan.fixed_point
+
+
+@dataclass
+class Launch:
+    """How the kernels are launched: what to turn on a new card. Results do not depend on it.
+
+    Attributes:
+        tile: logits the scan kernel holds at once (heads times candidates, rounded up to powers of two).
+        scan_warps: warps of a program that reads logits.
+        walk_warps: warps of a program that walks through head-averaged weights.
+        row_warps: warps of a program that works on one query.
+    """
+
+    tile: int = 32768
+    scan_warps: int = 16
+    walk_warps: int = 4
+    row_warps: int = 4
+
+
+launch = Launch()
+"""In force for all calls."""
+
+
+def supports(policy: Policy, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the kernels know this very class (a subclass may have changed anything) on a model of ``dtype``."""
+    return type(policy) in MODES and not (policy.rounds_weights and dtype != torch.float32)
+
+
+def fits(policy: Policy, chunk: Chunk) -> bool:
+    """Whether the kernels can scan this very chunk."""
+    return supports(policy, chunk.dtype) and chunk.logits.shape[-1] <= MOST
+
+
+def scan(policy: Policy, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    """See :class:`tova.scan.Scan`; overwrites the logits. Weights come in the model's dtype, sums in float32."""
+    if chunk.allowed is None and fixed_point.has_closed_form(policy):
+        last = fixed_point.closed_form(policy, chunk)
+    elif not fits(policy, chunk):
+        chunk.logits = chunk.logits.float()
+        return reference.scan(policy, chunk)
+    else:
+        state = _State(policy, chunk)
+        state.go(chunk.logits, given=False)
+        state.store()
+        last = state.last
+    return *weights_under(chunk, last), last
+
+
+def weights_under(chunk: Chunk, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Undivided weights [R, H_g, C, N] in the model's dtype, and their sums float32 [R, H_g, C, 1].
+
+    ``last`` is int64 [R, N]. The weights take the place of the logits if the dtypes agree.
+    """
+    logits = chunk.logits.contiguous()
+    rows, heads, steps, candidates = logits.shape
+    weights = logits if logits.dtype == chunk.dtype else torch.empty_like(logits, dtype=chunk.dtype)
+    sums = torch.empty(rows, heads, steps, 1, device=logits.device)
+    _weights_kernel[(rows * heads * steps,)](
+        logits,
+        last,
+        _or(chunk.sinks, sums),
+        weights,
+        sums,
+        chunk.kept,
+        heads,
+        steps,
+        candidates,
+        HAS_SINKS=chunk.sinks is not None,
+        BLOCK=min(triton.next_power_of_2(candidates), 2048),
+        num_warps=launch.row_warps,
+    )
+    return weights, sums
+
+
+class Walk:
+    """The rounds of :func:`tova.scan.fixed_point.solve` as kernels; a walk begins anew each time, since it is short."""
+
+    def __init__(self, policy: Policy, chunk: Chunk) -> None:
+        rows, _, steps, candidates = chunk.logits.shape
+        self.policy, self.chunk = policy, chunk
+        self.logits = chunk.logits.contiguous()
+        self.weights = torch.zeros(rows, steps, candidates, device=self.logits.device)
+        self.state: _State | None = None
+
+    def look(self, last: Tensor, begin: int) -> None:
+        """See :class:`tova.scan.fixed_point.Walk`."""
+        if not self.policy.reads_attention:
+            return
+        chunk = self.chunk
+        rows, heads, steps, candidates = self.logits.shape
+        block = triton.next_power_of_2(candidates)
+        _rows_kernel[(rows * (steps - begin),)](
+            self.logits,
+            last,
+            _or(chunk.sinks, self.weights),
+            self.weights,
+            begin,
+            chunk.kept,
+            heads,
+            steps,
+            candidates,
+            HAS_SINKS=chunk.sinks is not None,
+            BLOCK_H=_heads_at_once(heads, block, 4096),
+            BLOCK=block,
+            num_warps=launch.row_warps,
+        )
+
+    def pick(self, begin: int) -> Tensor:
+        """See :class:`tova.scan.fixed_point.Walk`."""
+        return self._go(self.weights.unsqueeze(1), given=True)
+
+    def one_by_one(self, begin: int) -> Tensor:
+        """See :class:`tova.scan.fixed_point.Walk`."""
+        return self._go(self.logits, given=False)
+
+    def done(self) -> None:
+        """See :class:`tova.scan.fixed_point.Walk`."""
+        assert self.state is not None
+        self.state.store()
+
+    def _go(self, source: Tensor, *, given: bool) -> Tensor:
+        self.state = _State(self.policy, self.chunk)
+        self.state.go(source, given=given)
+        return self.state.last
+
+
+class _State:
+    """What the scan kernel changes, in copies of its own until :meth:`store` puts them into the chunk's slots."""
+
+    def __init__(self, policy: Policy, chunk: Chunk) -> None:
+        slots = chunk.slots
+        self.policy, self.chunk = policy, chunk
+        self.mode, self.record, self.feature = MODES[type(policy)]
+        self.held = slots.held.to(torch.uint8)
+        self.last = torch.empty_like(slots.positions)
+        self.numbers = self.scratch = None
+        if self.record == "ring":
+            # The kernel wants the candidates of one step next to each other; newcomers begin at nothing.
+            self.numbers = slots["ring"].transpose(1, 2).contiguous()
+            self.numbers[..., chunk.kept :] = 0.0
+            self.scratch = torch.empty(slots.held.shape, dtype=torch.float64, device=slots.held.device)
+        elif self.record is not None:
+            self.numbers = slots[self.record].clone(memory_format=torch.contiguous_format)
+
+    def go(self, source: Tensor, *, given: bool) -> None:
+        """Walk through the chunk over ``source``: logits [R, H_g, C, N], or given weights float32 [R, 1, C, N]."""
+        policy, chunk, slots = self.policy, self.chunk, self.chunk.slots
+        source = source.contiguous()
+        rows, heads, steps, candidates = source.shape
+        recent = policy.newest_protected
+        block = triton.next_power_of_2(candidates)
+        feature = None if self.feature is None else slots.features[self.feature].contiguous()
+        _scan_kernel[(rows,)](
+            source,
+            slots.positions.contiguous(),
+            self.held,
+            self.last,
+            _or(self.numbers, source),
+            _or(self.scratch, source),
+            _or(feature, source),
+            _or(chunk.allowed, self.held),
+            _or(chunk.real, self.held),
+            _or(chunk.sinks, source),
+            slots.observed.contiguous(),
+            chunk.kept,
+            min(chunk.trigger, _NEVER),
+            min(chunk.remains, _NEVER),
+            policy.sinks,
+            recent,
+            heads,
+            steps,
+            candidates,
+            MODE=self.mode,
+            IN_NUMBERS=self.record not in (None, "ring"),
+            READS=policy.reads_attention,
+            GIVEN=given,
+            OWN=type(policy).admitted is not Policy.admitted,
+            HAS_FEATURE=feature is not None,
+            HAS_ALLOWED=chunk.allowed is not None,
+            HAS_REAL=chunk.real is not None,
+            HAS_SINKS=chunk.sinks is not None,
+            RECENT=min(recent, 2),
+            WIDTH=slots["ring"].shape[-1] if self.record == "ring" else 1,
+            POOL=getattr(policy, "pool_kernel", 1),
+            BLOCK_H=1 if given else _heads_at_once(heads, block, launch.tile),
+            BLOCK=block,
+            num_warps=launch.walk_warps if given or not policy.reads_attention else launch.scan_warps,
+        )
+
+    def store(self) -> None:
+        """Let the chunk's slots be as they are after the last step."""
+        slots = self.chunk.slots
+        slots.held = self.held.bool()
+        if self.record == "ring":
+            assert self.numbers is not None
+            slots.records["ring"] = self.numbers.transpose(1, 2).contiguous()
+        elif self.record is not None:
+            assert self.numbers is not None
+            slots.records[self.record] = self.numbers
+        fixed_point.advance(self.policy, self.chunk)
+
+
+def _or(tensor: Tensor | None, instead: Tensor) -> Tensor:
+    """A kernel's optional argument: any pointer does where it is not read."""
+    return instead if tensor is None else tensor.contiguous()
+
+
+def _heads_at_once(heads: int, block: int, tile: int) -> int:
+    return max(1, min(triton.next_power_of_2(heads), tile // block))
+
+
+@triton.jit
+def _head_average(  # type: ignore[no-untyped-def]
+    logits, sinks, row, step, seen, loadable, heads, steps, candidates,
+    HAS_SINKS: tl.constexpr, OTHERS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK]: weights of one query beside what is ``seen``, averaged over heads.
+
+    Zero elsewhere, or, with ``OTHERS``, what the other ``loadable`` ones would weigh with the same sums. What is
+    loadable is known earlier than what is seen, so loads need not wait.
+    """
+    n = tl.arange(0, BLOCK)
+    average = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, heads, BLOCK_H):
+        h = first + tl.arange(0, BLOCK_H)
+        there = h < heads
+        at = ((row * heads + h.to(tl.int64)) * steps + step) * candidates
+        x = tl.load(logits + at[:, None] + n[None, :], mask=there[:, None] & loadable[None, :], other=-_INF)
+        x = x.to(tl.float32)
+        if OTHERS:
+            top = tl.max(tl.where(seen[None, :], x, -_INF), 1)
+        else:
+            x = tl.where(seen[None, :], x, -_INF)
+            top = tl.max(x, 1)
+        if HAS_SINKS:
+            sink = tl.load(sinks + row * heads + h, mask=there, other=-_INF)
+            top = tl.maximum(top, sink)
+        top = tl.maximum(top, _LOWEST)
+        if OTHERS:
+            weight = tl.exp(tl.minimum(x - top[:, None], _HIGHEST))
+            total = tl.sum(tl.where(seen[None, :], weight, 0.0), 1)
+        else:
+            weight = tl.exp(x - top[:, None])
+            total = tl.sum(weight, 1)
+        if HAS_SINKS:
+            total += tl.exp(sink - top)
+        total = tl.where(total > 0, total, 1.0)
+        average += tl.sum(weight / total[:, None], 0)
+    return average / heads
+
+
+@triton.jit
+def _scan_kernel(  # type: ignore[no-untyped-def]
+    source, positions, held, last_out, numbers, scratch, feature, allowed, real, sinks, observed_at,
+    kept, trigger, remains, sink_tokens, recent, heads, steps, candidates,
+    MODE: tl.constexpr, IN_NUMBERS: tl.constexpr, READS: tl.constexpr, GIVEN: tl.constexpr, OWN: tl.constexpr,
+    HAS_FEATURE: tl.constexpr, HAS_ALLOWED: tl.constexpr, HAS_REAL: tl.constexpr, HAS_SINKS: tl.constexpr,
+    RECENT: tl.constexpr, WIDTH: tl.constexpr, POOL: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One kept set through one chunk. Candidates are in position order, so ties go to the lower index."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    inside = n < candidates
+    alive = tl.load(held + row * candidates + n, mask=inside, other=0) != 0
+    last = tl.where(alive, steps, -1)
+    free = tl.load(positions + row * candidates + n, mask=inside, other=0) >= sink_tokens
+    number = tl.zeros([BLOCK], tl.float32)
+    if IN_NUMBERS:
+        number = tl.load(numbers + row * candidates + n, mask=inside, other=0.0)
+    if HAS_FEATURE:
+        value = tl.load(feature + row * candidates + n, mask=inside, other=0.0)
+    ring = numbers + row * WIDTH * candidates
+    dense = scratch + row * candidates
+    observed = tl.load(observed_at + row)
+    count = tl.sum(alive.to(tl.int32), 0)
+    for i in range(steps):
+        m = kept + i
+        is_real = True
+        if HAS_REAL:
+            is_real = tl.load(real + row * steps + i) != 0
+        newcomer = (n == m) & is_real
+        if HAS_ALLOWED:  # the layer's own sliding window moves on
+            may = tl.load(allowed + (row * steps + i) * candidates + n, mask=inside, other=0) != 0
+            gone = alive & (may == 0) & is_real
+            last = tl.where(gone, i - 1, last)
+            alive = alive & (gone == 0)
+            count = tl.sum(alive.to(tl.int32), 0)
+        if READS:
+            if GIVEN:
+                attn = tl.load(source + (row * steps + i) * candidates + n, mask=inside & (n <= m), other=0.0)
+                attn = tl.where(alive | newcomer, attn, 0.0)
+            else:
+                attn = _head_average(
+                    source, sinks, row, i, alive | newcomer, inside & (n <= m), heads, steps, candidates,
+                    HAS_SINKS, False, BLOCK_H, BLOCK,
+                )  # fmt: skip
+            # What the policy sees: the weights on what was held before the newest token joined.
+            shown = tl.where(alive, attn, 0.0)
+            own = attn if OWN else tl.zeros([BLOCK], tl.float32)
+            if MODE == LATEST:
+                fresh = own if OWN else tl.full([BLOCK], float("nan"), tl.float32)
+                number = tl.where(is_real, tl.where(newcomer, fresh, shown), number)
+            if MODE == SUM:
+                number = tl.where(newcomer, own, tl.where(is_real, number + shown, number))
+            if MODE == VOTES:
+                # Double precision, as the policy is defined.
+                fair = tl.full([1], 1.0, tl.float64) / tl.maximum(count, 1).to(tl.float64)
+                vote = alive & (attn.to(tl.float64) > fair) & is_real
+                number = tl.where(newcomer, 0.0, number + vote.to(tl.float32))
+            if MODE == RING:
+                turn = observed % WIDTH
+                tl.store(ring + turn * candidates + n, shown, mask=inside & is_real)
+            observed += tl.where(is_real, 1, 0)
+        alive = alive | newcomer
+        last = tl.where(newcomer, steps, last)
+        count += tl.where(is_real, 1, 0)
+        excess = tl.where(count >= trigger, count - remains, 0)
+        if excess > 0:
+            droppable = alive & free
+            if RECENT == 1:
+                droppable = droppable & (n != m)
+            if RECENT == 2:
+                after = count - tl.cumsum(alive.to(tl.int32), 0)
+                droppable = droppable & (after >= recent)
+            if MODE == OLDEST:
+                score = n.to(tl.float32)
+            elif MODE == FEATURE:
+                score = -value
+            elif MODE == RING:
+                # Other threads have written what is read now, and will write again what was read.
+                tl.debug_barrier()
+                score = tl.zeros([BLOCK], tl.float64)
+                for w in tl.static_range(WIDTH):
+                    score += tl.load(ring + w * candidates + n, mask=inside, other=0.0).to(tl.float64)
+                if POOL > 1:
+                    rank = tl.cumsum(alive.to(tl.int32), 0) - 1
+                    tl.store(dense + rank, score, mask=alive)
+                    tl.debug_barrier()
+                    for d in tl.static_range(POOL):
+                        near = rank + (d - POOL // 2)
+                        there = alive & (near >= 0) & (near < count)
+                        other = tl.load(dense + near, mask=there, other=-_INF)
+                        score = tl.maximum(score, other)
+                tl.debug_barrier()
+            elif HAS_FEATURE:
+                score = number * value
+            else:
+                score = number
+            for _ in range(excess):
+                ranked = tl.where(droppable, score, _INF)
+                low, lowest = tl.min(ranked, 0, return_indices=True, return_indices_tie_break_left=True)
+                victim = (n == lowest) & droppable
+                last = tl.where(victim, i, last)
+                alive = alive & (victim == 0)
+                droppable = droppable & (victim == 0)
+                count -= tl.where(low < _INF, 1, 0)
+    tl.store(held + row * candidates + n, alive.to(tl.uint8), mask=inside)
+    tl.store(last_out + row * candidates + n, last.to(tl.int64), mask=inside)
+    if IN_NUMBERS:
+        tl.store(numbers + row * candidates + n, number, mask=inside)
+
+
+@triton.jit
+def _rows_kernel(  # type: ignore[no-untyped-def]
+    logits, last_in, sinks, out, begin, kept, heads, steps, candidates,
+    HAS_SINKS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One step of one kept set: its weights, summed under guessed drops, averaged over heads."""
+    span = steps - begin
+    row = (tl.program_id(0) // span).to(tl.int64)
+    i = begin + tl.program_id(0) % span
+    n = tl.arange(0, BLOCK)
+    known = (n < candidates) & (n <= kept + i)
+    last = tl.load(last_in + row * candidates + n, mask=known, other=-1)
+    average = _head_average(
+        logits, sinks, row, i, known & (last >= i), known, heads, steps, candidates, HAS_SINKS, True, BLOCK_H, BLOCK
+    )
+    tl.store(out + (row * steps + i) * candidates + n, average, mask=n < candidates)
+
+
+@triton.jit
+def _weights_kernel(  # type: ignore[no-untyped-def]
+    logits, last_in, sinks, out, sums, kept, heads, steps, candidates,
+    HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One query of one head: logits into undivided weights on what it saw, and their sum."""
+    query = tl.program_id(0).to(tl.int64)
+    i = query % steps
+    row = query // (heads * steps)
+    logits += query * candidates
+    out += query * candidates
+    last_in += row * candidates
+    top = tl.full([BLOCK], _LOWEST, tl.float32)
+    for first in range(0, candidates, BLOCK):
+        n = first + tl.arange(0, BLOCK)
+        known = (n < candidates) & (n <= kept + i)
+        seen = known & (tl.load(last_in + n, mask=known, other=-1) >= i)
+        top = tl.maximum(top, tl.load(logits + n, mask=seen, other=_LOWEST).to(tl.float32))
+    top = tl.max(top, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + query // steps)
+        top = tl.maximum(top, sink)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, candidates, BLOCK):
+        n = first + tl.arange(0, BLOCK)
+        known = (n < candidates) & (n <= kept + i)
+        seen = known & (tl.load(last_in + n, mask=known, other=-1) >= i)
+        x = tl.load(logits + n, mask=seen, other=-_INF).to(tl.float32)
+        weight = tl.where(seen, tl.exp(x - top), 0.0)
+        total += weight
+        tl.store(out + n, weight.to(out.dtype.element_ty), mask=n < candidates)
+    total = tl.sum(total, 0)
+    if HAS_SINKS:
+        total += tl.exp(sink - top)
+    tl.store(sums + query, total)
