@@ -88,7 +88,7 @@ def own_attention(model, policy: str) -> None:
 def token_by_token(model, policy: str) -> None:
     """Decoding through fixed slots is the replay, after a prompt and with another one in between."""
     ids = tokens(2, TOKENS, seed=4)
-    whole, stepwise = EvictingCache(make(policy)), EvictingCache(make(policy), scan="reference", chunk=7)
+    whole, stepwise = EvictingCache(make(policy)), EvictingCache(make(policy), chunk=7)
     expected = forward(model, ids, whole)
     parts = [forward(model, ids[:, :18], stepwise)]
     parts += [forward(model, ids[:, t : t + 1], stepwise) for t in range(18, 32)]

@@ -187,6 +187,31 @@ def test_a_whole_cell_against_physical_decode(smollm2, books, policy: str) -> No
         assert difference < 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [128, 600])
+def test_gemma_and_its_windows(books, budget: int) -> None:
+    """Gemma 3 reading past its windows of 512: a windowed layer holds min(budget, window), drop for drop as decoded."""
+    from experiments.models import Gemma3
+
+    loaded = Gemma3().load("cpu")
+    model = loaded.model
+    ids = torch.tensor([loaded.tokenizer(books["alice29"][:6000])["input_ids"][:700]])
+    physical = PhysicalCache("tova", budget)
+    losses: list[torch.Tensor] = []
+    decode_losses(model, ids, physical, losses)
+    cache = EvictingCache(policies.make("tova", budget=budget))
+    nll = token_nll(model, ids, cache)
+    verdict = compare(cache.evicted_at[:, :, :699], physical)
+    difference = (nll - torch.cat(losses, 1)).abs().max()
+    print(f"gemma3 {budget}: {verdict}; largest difference of a loss {difference:.1e}")
+    assert not verdict.unexcused, verdict.unexcused
+    for layer, kind in enumerate(model.config.layer_types):
+        # The last query may look back 511 positions and at itself: so many are worth holding after it.
+        assert len(cache.kept(layer)) <= (min(budget, 512) if kind == "sliding_attention" else budget)
+        if kind == "full_attention":
+            assert len(cache.kept(layer)) == budget
+
+
 def decode_losses(model, ids, cache, losses) -> None:
     """As ``decode``, keeping losses instead of logits; the last token is never fed."""
     usual = model.config._attn_implementation

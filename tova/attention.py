@@ -189,12 +189,26 @@ def attend(
             )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     how = Attention(scaling, softcap, s_aux, _ROTATIONS.get(module))
-    rule = _rule_of(attention_mask, layer.get_seq_length() + query.shape[2])
-    with torch.no_grad():
-        out = layer.attend(module, query, key, value, how, rule)
+    out = _outside_graphs(layer, module, query, key, value, how, attention_mask)
     if torch.is_grad_enabled() and query.requires_grad:
         out = _Undifferentiable.apply(out, query)
     return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable
+def _outside_graphs(
+    layer: EvictingLayer,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    how: Attention,
+    mask: Tensor | None,
+) -> Tensor:
+    """What a compiled model must not look into: it depends on numbers that change at every step."""
+    rule = _rule_of(mask, layer.get_seq_length() + query.shape[2])
+    with torch.no_grad():
+        return layer.attend(module, query, key, value, how, rule)
 
 
 class _Undifferentiable(torch.autograd.Function):

@@ -98,8 +98,8 @@ class EvictingCache(compat.Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model: hands new keys and values to the attention function, which asks this layer."""
-        for layer in self.layers:
-            layer.check_attended()
+        if layer_idx and layer_idx <= len(self.layers):
+            self.layers[layer_idx - 1].check_attended()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property

@@ -17,17 +17,20 @@ Shape letters: B batch rows, H query heads, K key/value heads, T new tokens, D h
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from tova import band
 from tova.errors import UsageError
 from tova.policies import Full, Policy, Slots, Tokens
 from tova.policies.base import admit, choose, new_records, observe
-from tova.scan import Chunk, Scan
+from tova.scan import Chunk, Scan, reference
 from tova.scan.reference import head_average, softmax
+from tova.threads import beside
 
 NEVER = torch.iinfo(torch.int64).max
 """``evicted_at`` of a token that was never dropped."""
@@ -189,17 +192,17 @@ class LayerState:
         return [self.keys, self.values, s.positions, s.held, s.observed, s.newest, self.start, *kept]
 
     def pack(self) -> dict[str, Any]:
-        """The state as plain tensors and numbers."""
+        """The state as plain tensors and numbers; tensors of their own, since decoding writes in place."""
         s = self.slots
         return {
-            "keys": self.keys,
-            "values": self.values,
-            "start": self.start,
+            "keys": self.keys.clone(),
+            "values": self.values.clone(),
+            "start": self.start.clone(),
             "numbers": [self.seen, int(self.ordered), int(self.dense), int(self.ragged), self.most],
-            "slots": [s.positions, s.held, s.observed, s.newest],
-            "records": dict(s.records),
-            "features": dict(s.features),
-            "log": None if self.log is None or self.log.evicted_at is None else self.log.view,
+            "slots": [t.clone() for t in (s.positions, s.held, s.observed, s.newest)],
+            "records": {name: record.clone() for name, record in s.records.items()},
+            "features": {name: feature.clone() for name, feature in s.features.items()},
+            "log": None if self.log is None or self.log.evicted_at is None else self.log.view.clone(),
         }
 
     @classmethod
@@ -295,7 +298,12 @@ def replay(
         return _full(query, key, value, state, attention)
     call = _Call(policy, attention, visibility, every, one_shot)
     if steps == 1 and state.seen > 0 and real is None and not policy.sees_dropped:
-        return _decode(query, key, value, state, call)
+        return _decode(query, key, value, state, call, scan)
+    closed = every == 1 and not one_shot and not state.ragged and scan is not reference.scan
+    if closed and band.supports(policy, attention):
+        _into_position_order(state)
+        if band.holds(state, policy, call.remains):
+            return band.attend(query, key, value, state, policy, attention, call.remains)
     return _chunks(query, key, value, state, call, scan, real, chunk)
 
 
@@ -373,6 +381,9 @@ def _chunks(
     rows = batch * sets
     out = query.new_empty(batch, heads, steps, value.shape[-1])
     _into_position_order(state)
+    # The scan takes steps one by one, on one core: meanwhile the chunk before is multiplied out on another.
+    overlap = device.type == "cpu" and torch.get_num_threads() > 1 and steps > chunk
+    mixing: Future | None = None
     for begin in range(0, steps, chunk):
         end = min(begin + chunk, steps)
         size = end - begin
@@ -404,9 +415,13 @@ def _chunks(
                 dtype=query.dtype,
             ),
         )
-        out[:, :, begin:end] = attention.mix(
-            weights.view(batch, heads, size, kept + size), sums.view(batch, heads, size, 1), values
-        )
+        if mixing is not None:
+            mixing.result()
+        mix = (out[:, :, begin:end], attention, weights.view(batch, heads, size, -1), sums, values)
+        if overlap:
+            mixing = beside(_mix_into, *mix)
+        else:
+            _mix_into(*mix)
         if state.log is not None:
             joined = torch.nn.functional.pad(state.slots.held, (0, size), value=True)
             if in_chunk is not None:
@@ -415,9 +430,15 @@ def _chunks(
         state.seen += size
         state.slots, state.keys, state.values = slots, keys, values
         _compact(state, policy)
+    if mixing is not None:
+        mixing.result()
     if call.one_shot:
         _evict_once(state, policy)
     return out
+
+
+def _mix_into(out: Tensor, attention: Attention, weights: Tensor, sums: Tensor, values: Tensor) -> None:
+    out.copy_(attention.mix(weights, sums.view(*weights.shape[:3], 1), values))
 
 
 def _evict_once(state: LayerState, policy: Policy) -> None:
@@ -492,7 +513,7 @@ def _into_position_order(state: LayerState) -> None:
         state.ordered, state.dense = True, not state.ragged
 
 
-def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: _Call) -> Tensor:
+def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: _Call, scan: Scan) -> Tensor:
     """One token: no stored key moves."""
     batch, heads, _, size = query.shape
     policy, attention, visibility = call.policy, call.attention, call.visibility
@@ -510,6 +531,8 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: 
             state.log.write(columns, step - 1, gone)
     # Until something is dropped the occupied slots are the first ones, and only they are looked at.
     used = state.most + 1 if state.dense else slots.held.shape[1]
+    if not call.one_shot and _compiled(scan, policy, query):
+        return _compiled_step(query, key, value, state, call, used)
     slot = slots.held.to(torch.uint8).argmin(-1, keepdim=True)
     where = slot.view(batch, sets, 1, 1).expand(batch, key.shape[1], 1, 1)
     state.keys.scatter_(2, where.expand(-1, -1, -1, size), key)
@@ -549,6 +572,35 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: 
     slots.held = slots.held & ~dropped
     if state.log is not None:
         state.log.write(slots.positions + state.start, step, dropped)
+    return out
+
+
+def _compiled(scan: Scan, policy: Policy, query: Tensor) -> bool:
+    """Whether one token is taken by the compiled step: where the chosen scan is compiled too, and knows the policy."""
+    if scan is reference.scan or query.device.type != "cpu":
+        return False
+    from tova.scan import step
+
+    return step.supports(policy, query.dtype)
+
+
+def _compiled_step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: _Call, used: int) -> Tensor:
+    """The rest of :func:`_decode` in one call; see :mod:`tova.scan.step`."""
+    from tova.scan import step
+
+    policy, feature = call.policy, None
+    if policy.wants_features:
+        (feature,) = call.features(key, value, state.seen - state.start, state.sets).values()
+    out, dropped = step.step(policy, query, key, value, state, call.attention, call.every, used, feature)
+    state.seen += 1
+    state.ordered = False
+    if state.ragged:
+        state.most = min(state.most + 1, call.trigger - 1)
+    elif state.most + 1 >= call.trigger:
+        state.most = call.remains
+    else:
+        state.most += 1
+    state.dense = state.dense and not state.ragged and not dropped
     return out
 
 

@@ -19,6 +19,7 @@ from tova.attention import LAYER, MaskRule
 from tova.cache import EvictingCache, EvictingLayer
 from tova.errors import UsageError
 from tova.replay import Attention
+from tova.threads import workers
 
 
 class SideBySide(compat.Cache):
@@ -71,8 +72,7 @@ class SideBySide(compat.Cache):
         if device.type != "cpu" or threads == 1 or len(rows) == 1:
             return [work(r) for r in rows]
         if self._workers is None:
-            most = min(len(rows), threads)
-            self._workers = ThreadPoolExecutor(most, initializer=torch.set_num_threads, initargs=(1,))
+            self._workers = workers(min(len(rows), threads))
         inference = torch.is_inference_mode_enabled()
 
         def one(r: int) -> Tensor:
@@ -84,8 +84,8 @@ class SideBySide(compat.Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if key_states.shape[0] != len(self.caches):
             raise UsageError(f"{len(self.caches)} caches side by side need as many rows, got {key_states.shape[0]}")
-        for layer in self.layers:
-            layer.check_attended()
+        if layer_idx and layer_idx <= len(self.layers):
+            self.layers[layer_idx - 1].check_attended()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
