@@ -20,6 +20,7 @@ from transformers import DynamicCache
 
 from experiments import run as entry
 from experiments.tasks.bench_decode import BenchDecode
+from experiments.tasks.bench_replay import BenchReplay
 from experiments.tasks.bench_simulation import BenchSimulation
 from tova import EvictingCache, UsageError, policies
 from tova.attention import NAME
@@ -312,6 +313,27 @@ def test_bench_decode(tmp_path, monkeypatch, capsys) -> None:
     assert "ms at 90 tokens" in table
     assert table.strip() in out
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_replay(tmp_path, monkeypatch, capsys) -> None:
+    words = ["experiment=bench_replay", "model=random_llama", "dataset=text", "dataset.path=texts", "budget=32"]
+    words += ["dataset.tokens=120", "task.lengths=[80,120]", "task.repetitions=1", "task.places=2", "task.steps=2"]
+    folder, out = run_experiment(tmp_path, monkeypatch, capsys, *words)
+    summary = json.loads((folder / "summary.json").read_text())
+    found = {(t["what"], t["tokens"]): t for t in summary["timed"]}
+    for length in (80, 120):
+        assert found["full attention", length]["ratio"] == 1
+        assert found["tova", length]["seconds"] > 0
+        assert found["window", length]["seconds"] > 0
+        assert found["tova, measures", length]["seconds"] > 0
+    assert found["decoded, plain cache", 80]["seconds"] > found["full attention", 80]["seconds"]
+    assert 0 < summary["where"]["scan: who is dropped when, and the weights"] < summary["where"]["all of it"]
+    table = (folder / "table.md").read_text()
+    assert "| pass | 80 tokens | 120 tokens |" in table
+    assert table.strip() in out
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UsageError, match=r"task\.lengths=\[1\]: must be integers of at least 2"):
+        BenchReplay(started="", lengths=[1])
 
 
 def test_bench_simulation(tmp_path, monkeypatch, capsys) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from transformers import PreTrainedModel
 
-PLAIN, FULL = "plain", "full"
+PLAIN, FULL, KVPRESS = "plain", "full", "kvpress tova"
 _WARM_UP = 3
 
 
@@ -38,6 +41,7 @@ class BenchDecode:
         policies: by name, with their own defaults.
         budgets: entries held.
         lengths: tokens the full cache has seen.
+        kvpress: also time kvpress' decoding press with its TOVA, compressing at every step; it must be installed.
         repetitions: steps of each cache, after three that are not counted.
         threads: of torch; null leaves its choice.
 
@@ -49,6 +53,7 @@ class BenchDecode:
     policies: Sequence[str] = ("tova", "h2o", "window", "snapkv")
     budgets: Sequence[int] = (128, 512, 2048)
     lengths: Sequence[int] = (1024, 4096)
+    kvpress: bool = False
     repetitions: int = 30
     threads: int | None = None
 
@@ -65,6 +70,11 @@ class BenchDecode:
                 raise UsageError(f"task.{option}={list(numbers)}: must be integers of at least 1")
         if not self.budgets:
             raise UsageError("task.budgets=[]: must name at least one")
+        if self.kvpress and importlib.util.find_spec("kvpress") is None:
+            raise UsageError(
+                "task.kvpress=true: kvpress is not installed; it needs an environment of its own, with "
+                "`pip install -e . 'kvpress==0.5.5' 'transformers<5.3'`"
+            )
         if self.repetitions < 1:
             raise UsageError(f"task.repetitions={self.repetitions}: must be at least 1")
 
@@ -134,15 +144,18 @@ class BenchDecode:
             for name in self.policies
         }
         caches = {PLAIN: plain, **evicting}
+        if self.kvpress:
+            caches[KVPRESS] = _ordinary_cache()
         with torch.inference_mode():
             for name, cache in caches.items():
-                model.set_attn_implementation("sdpa" if name == PLAIN else NAME)
+                model.set_attn_implementation(NAME if name in evicting else "sdpa")
                 _read(model, ids, 0, budget, cache)
             timed: dict[str, list[float]] = {name: [] for name in caches}
             for at in range(budget, budget + self.repetitions + _WARM_UP):
                 for name, cache in caches.items():
-                    model.set_attn_implementation("sdpa" if name == PLAIN else NAME)
-                    timed[name].append(_step(model, ids, at, cache))
+                    model.set_attn_implementation(NAME if name in evicting else "sdpa")
+                    with _pressing(model, budget) if name == KVPRESS else contextlib.nullcontext():
+                        timed[name].append(_step(model, ids, at, cache))
                 plain.crop(-1)
         return {name: seconds[_WARM_UP:] for name, seconds in timed.items()}
 
@@ -190,6 +203,10 @@ def save(context: Context, text: str, drawn: Figure) -> None:
 def table(summary: Row) -> str:
     """Milliseconds and ratios in Markdown, a row per cache."""
     steps = summary["steps"]
+    if any(step["cache"] == KVPRESS for step in steps):
+        lines_after = ["", f"kvpress {version('kvpress')}: DecodingPress(TOVAPress()), interval 1."]
+    else:
+        lines_after = []
     budgets = sorted({step["holds"] for step in steps if step["cache"] != FULL})
     lines = [
         f"Milliseconds per decoded token (median of {summary['repetitions']}) and, in brackets, times the ordinary "
@@ -205,7 +222,7 @@ def table(summary: Row) -> str:
     full = [f"{1000 * s['seconds']:.1f} ms at {s['holds']:,} tokens" for s in steps if s["cache"] == FULL]
     if full:
         lines += ["", f"A cache that keeps everything: {', '.join(full)}."]
-    return "\n".join(lines)
+    return "\n".join([*lines, *lines_after])
 
 
 def figure(summary: Row) -> Figure:
@@ -249,6 +266,14 @@ def _ordinary_cache() -> Any:
     from transformers import DynamicCache
 
     return DynamicCache()
+
+
+def _pressing(model: PreTrainedModel, budget: int) -> Any:
+    """A context in which kvpress cuts the cache back to ``budget`` by TOVA after every token."""
+    from kvpress import DecodingPress, TOVAPress
+
+    press = DecodingPress(TOVAPress(), compression_interval=1, target_size=budget, hidden_states_buffer_size=0)
+    return press(model)
 
 
 def _read(model: PreTrainedModel, ids: torch.Tensor, begin: int, end: int, cache: Any) -> None:
