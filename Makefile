@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help run test test-all lint bench notebooks publish clean
+.PHONY: help run test test-all test-gpu lint bench notebooks publish clean
 .DEFAULT_GOAL := help
 
 help: ## these targets
@@ -24,8 +24,14 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY) ## what a replay costs beside a forward and beside decoding
+bench: $(READY) ## what replay, decoding and simulation cost: three tables, some minutes each
 	$(BIN)/python -m experiments.run experiment=bench_replay
+	$(BIN)/python -m experiments.run experiment=bench_decode
+	$(BIN)/python -m experiments.run experiment=bench_simulation
+
+test-gpu: $(READY) ## the GPU's kernels: on a card, or in Triton's interpreter on a CPU
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[dev,gpu]' -c conf/constraints.txt
+	$(BIN)/python -m pytest tests/test_gpu.py
 
 notebooks: $(READY) ## execute analysis/*.py into notebooks, from the latest sweeps or the published frames
 	$(BIN)/python analysis/build.py

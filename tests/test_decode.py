@@ -47,15 +47,6 @@ def make(name: str, **more) -> Policy:
     return policies.make(name, **budget, **(OPTIONS.get(name, {}) | more))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Products this small gain nothing from a second, and wait for it where the machine is shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Window:
     """A layer's own window: a query sees the ``width`` columns up to its own."""
 

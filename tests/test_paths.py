@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from models import forward, tiny, tokens
 
+import tova
 from tova import EvictingCache, band, policies, replay
-from tova.measures import AttentionMeasures
+from tova.measures import AttentionMeasures, token_nll
 
 
 def counted(monkeypatch, module, name: str) -> list[int]:
@@ -93,3 +96,25 @@ def test_multiplying_beside_the_scan(monkeypatch, policy: str) -> None:
         torch.set_num_threads(usual)
     assert (found[0][1] == found[1][1]).all()
     assert (found[0][0] - found[1][0]).abs().max() < 1e-4
+
+
+def test_a_replay_costs_about_a_forward(smollm2, books) -> None:
+    """A guard, generous enough never to fail by noise: the ratio of two passes in turn, the best of three."""
+    model = smollm2.model
+    ids = torch.tensor([smollm2.tokenizer(books["alice29"][:8000])["input_ids"][:1024]])
+
+    def seconds(cache_of) -> float:
+        started = time.perf_counter()
+        token_nll(model, ids, cache_of())
+        return time.perf_counter() - started
+
+    ratios = []
+    for _ in range(3):
+        model.set_attn_implementation("sdpa")
+        forward_seconds = seconds(lambda: None)
+        tova.enable(model)
+        replay_seconds = seconds(lambda: EvictingCache(policies.make("tova", budget=256), log=False))
+        ratios.append(replay_seconds / forward_seconds)
+        if ratios[-1] < 1.8:
+            break
+    assert min(ratios) < 1.8, ratios

@@ -30,7 +30,7 @@ def draw(rng: random.Random) -> dict:
         options |= dict(recent_window=rng.randint(1, budget // 2), history=rng.randint(1, 12))
     if policy == "snapkv":
         options |= dict(obs_window=rng.randint(1, 6), pool_kernel=rng.choice([1, 3, 5]))
-    if policy in ("streaming_llm", "tova") and rng.random() < 0.7:
+    if policy == "streaming_llm" or (policy == "tova" and rng.random() < 0.7):
         options["sinks"] = rng.randint(0, 3)
     if policy in ("tova", "h2o") and rng.random() < 0.3:
         options["per_head"] = True

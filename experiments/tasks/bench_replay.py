@@ -101,10 +101,9 @@ class BenchReplay:
         arrays: dict[str, np.ndarray] = {}
         done = 0.0
         for length in self.lengths:
-            timed = self._in_turn(model, text[:, :length], made, own, lambda share, at=done, n=length: context.advance(
-                at + share * n * (self.repetitions + 1)
-            ))  # fmt: skip
-            done += length * (self.repetitions + 1)
+            whole = length * (self.repetitions + 1)
+            timed = self._in_turn(model, text[:, :length], made, own, functools.partial(_tell, context, done, whole))
+            done += whole
             forward = statistics.median(timed[FULL])
             for what, seconds in timed.items():
                 median = statistics.median(seconds)
@@ -208,6 +207,10 @@ class BenchReplay:
 
     def describe(self, summary: Row) -> str | None:
         return table(summary)
+
+
+def _tell(context: Context, done: float, whole: float, share: float) -> None:
+    context.advance(done + share * whole)
 
 
 _PARTS = {
