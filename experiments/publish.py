@@ -1,22 +1,27 @@
-"""``python -m experiments.publish NAME``: copy the latest sweep of that name to ``results/NAME``, to be committed."""
+"""``python -m experiments.publish NAME``: copy the latest sweep or benchmark of that name to ``results/NAME``.
+
+It is then there to be committed; README.md shows the table where it has a place for it.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
-import pandas as pd
-
 from experiments.report import write_report
 from experiments.report.table import groups, wide_markdown
-from experiments.store import documents, find_sweep, frame
+from experiments.store import ROOT, documents, find_sweep, frame
 from tova.errors import UsageError
 
 PUBLISHED = Path(__file__).resolve().parent.parent / "results"
 
 
 def publish(name: str) -> list[Path]:
-    """Write the sweep's table, figure, cells and documents; returns the files."""
+    """Write the sweep's table, figure, cells and documents, or what a benchmark left; returns the files."""
+    if name.startswith("bench_"):
+        return _benchmark(name)
     sweep = find_sweep(name)
     cells = frame(sweep.id, sweep.root)
     unfinished = len(sweep.cells()) - len(cells)
@@ -30,20 +35,36 @@ def publish(name: str) -> list[Path]:
     path = folder / "documents.csv"
     rows.drop(columns=["layers"], errors="ignore").to_csv(path, index=False)
     paths.append(path)
-    if (readme := _into_readme(name, cells)) is not None:
+    tables = "\n\n".join(wide_markdown(group) for _, group in groups(cells))
+    if (readme := _into_readme(name, tables)) is not None:
         paths.append(readme)
     return paths
 
 
-def _into_readme(name: str, cells: pd.DataFrame) -> Path | None:
-    """Put the sweep's table where README.md has a place for it (between two comments that name it)."""
+def _benchmark(name: str) -> list[Path]:
+    """The latest run of a benchmark: its table and figure, and all its figures as JSON."""
+    runs = [p for p in ROOT.glob("*/summary.json") if json.loads(p.read_text()).get("task") == name]
+    if not runs:
+        raise UsageError(f"no finished {name} under {ROOT}; run `python -m experiments.run experiment={name}` first")
+    latest = max(runs, key=lambda p: p.stat().st_mtime_ns).parent
+    folder = PUBLISHED / name
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / file for file in ("table.md", "figure.png", "summary.json")]
+    for path in paths:
+        shutil.copyfile(latest / path.name, path)
+    if (readme := _into_readme(name, (folder / "table.md").read_text().strip())) is not None:
+        paths.append(readme)
+    return paths
+
+
+def _into_readme(name: str, tables: str) -> Path | None:
+    """Put a table where README.md has a place for it (between two comments that name it)."""
     path = PUBLISHED.parent / "README.md"
     begin, end = f"<!-- table {name} -->\n", f"<!-- /table {name} -->"
     text = path.read_text()
     if begin not in text:
         return None
     before, rest = text.split(begin)
-    tables = "\n\n".join(wide_markdown(group) for _, group in groups(cells))
     path.write_text(f"{before}{begin}\n{tables}\n\n{end}{rest.split(end)[1]}")
     return path
 

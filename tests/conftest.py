@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -36,3 +37,12 @@ def books():
     from experiments.data import Books
 
     return {document.name: document.text for document in Books().load()}
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The matrix model x way of running, as far as this run went (the README keeps the whole)."""
+    matrix = sys.modules.get("test_matrix")
+    if matrix is not None and matrix.OUTCOMES:
+        terminalreporter.section("policies per model and way of running")
+        for line in matrix.summary():
+            terminalreporter.write_line(line)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -230,6 +230,25 @@ REINDEXABLE = ("llama", "qwen2", "qwen3", "phi3", "gpt_neox", "mixtral")
 THOROUGH, OFTEN = ("llama", "gemma3"), ("tova", "h2o_head", "snapkv", "streaming_llm")
 
 
+OUTCOMES: dict[tuple[str, str], list[str]] = defaultdict(list)
+"""What this run of the tests found, for :func:`summary`."""
+
+
+def summary() -> list[str]:
+    """Lines of a table of :data:`OUTCOMES`: models down, ways across, policies exact and refused."""
+    ways = [way for way in WAYS if any(way == w for _, w in OUTCOMES)]
+    names = list(dict.fromkeys(name for name, _ in OUTCOMES))
+    lines = [f"{'':<14}" + "".join(f"{way[:15]:>17}" for way in ways)]
+    for name in names:
+        cells = []
+        for way in ways:
+            found = OUTCOMES[name, way]
+            refused = sum(outcome != "exact" for outcome in found)
+            cells.append(f"{len(found) - refused} exact" + (f", {refused} ref." if refused else ""))
+        lines.append(f"{name:<14}" + "".join(f"{cell:>17}" for cell in cells))
+    return lines
+
+
 def _cells():
     for name in ZOO:
         for way in WAYS:
@@ -241,6 +260,7 @@ def _cells():
 @pytest.mark.parametrize(("model", "way", "policy"), _cells(), indirect=["model"], scope="module")
 def test_cell(model, way: str, policy: str) -> None:
     found = run(model, way, policy)
+    OUTCOMES[model.config.get_text_config().model_type, way].append(found)
     if policy == "streaming_llm_reindexed" and model.config.get_text_config().model_type not in REINDEXABLE:
         assert found.startswith("refused: streaming_llm_reindexed")
     else:
