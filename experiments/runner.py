@@ -256,6 +256,7 @@ def headline(summary: Row) -> str:
         ("delta NLL", "delta_nll", "+.4f"),
         ("mass", "retained_mass", ".4f"),
         ("recall", "heavy_hitter_recall", ".4f"),
+        (str(summary.get("against")), "shared", ".4f"),
     ):
         if isinstance(summary.get(figure), float) and not math.isnan(summary[figure]):
             parts.append(f"{name} {summary[figure]:{form}}")

@@ -58,7 +58,11 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     "t5": ("T5ForConditionalGeneration", dict(d_model=32, d_kv=8, num_layers=1, num_heads=2), "is an encoder-decoder"),
     "bloom": ("BloomForCausalLM", dict(n_layer=1, n_head=4), "does not let its attention function be chosen"),
     "mpt": ("MptForCausalLM", dict(d_model=32, n_layers=1, n_heads=2), "does not let its attention function be chosen"),
-    "xglm": ("XGLMForCausalLM", dict(d_model=32, num_layers=1, attention_heads=2), "does not let its attention function be chosen"),
+    "xglm": (
+        "XGLMForCausalLM",
+        dict(d_model=32, num_layers=1, attention_heads=2),
+        "does not let its attention function be chosen",
+    ),
 }  # fmt: skip
 # Their attention changes keys after caching them, which shows only when it runs.
 REFUSED_WHEN_RUN = {
