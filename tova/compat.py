@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.masking_utils import sdpa_mask as _sdpa_mask
 
 __all__ = [
     "Cache",
@@ -25,10 +26,39 @@ __all__ = [
 ]
 
 
+# Up to 5.3 a mask is asked for with the columns of the new tokens, later with their number and the first one.
+_MASKS_BY_COLUMNS = "cache_position" in inspect.signature(_sdpa_mask).parameters
+
+
 def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Make ``attn_implementation=name`` known, with its mask: without one the mask would silently be None."""
+    """Make ``attn_implementation=name`` known, with its mask: without one the mask would silently be None.
+
+    ``mask`` is called as :func:`sdpa_mask` is here, whatever the version.
+    """
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
+    AttentionMaskInterface.register(name, _by_columns(mask) if _MASKS_BY_COLUMNS else mask)
+
+
+def _by_columns(mask: Callable[..., Any]) -> Callable[..., Any]:
+    """``mask`` as versions up to 5.3 call it."""
+
+    def ask(cache_position: Tensor, allow_is_causal_skip: bool = True, **kwargs: Any) -> Any:
+        # 4.x does not say whether the rule works on indices, but forbids to skip the mask of one that may not.
+        kwargs.setdefault("use_vmap", not allow_is_causal_skip)
+        return mask(
+            q_length=len(cache_position), q_offset=int(cache_position[0]), device=cache_position.device,
+            allow_is_causal_skip=allow_is_causal_skip, **kwargs,
+        )  # fmt: skip
+
+    return ask
+
+
+def sdpa_mask(*, q_length: int, q_offset: int = 0, device: torch.device | str = "cpu", **kwargs: Any) -> Tensor | None:
+    """transformers' boolean mask [B, 1, ``q_length``, ``kv_length``] of a rule, or None where causality says it all."""
+    if _MASKS_BY_COLUMNS:
+        columns = torch.arange(q_offset, q_offset + q_length, device=device)
+        return _sdpa_mask(cache_position=columns, **kwargs)
+    return _sdpa_mask(q_length=q_length, q_offset=q_offset, device=device, **kwargs)
 
 
 def cache_argument(model: torch.nn.Module) -> str:
