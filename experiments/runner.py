@@ -182,10 +182,10 @@ def _warm_up(loaded: Loaded) -> None:
     import torch
 
     from tova import EvictingCache, policies
-    from tova.measures import token_nll
+    from tova.measures import AttentionMeasures, token_nll
 
     ids = torch.arange(2, 18, device=loaded.model.device).unsqueeze(0)
-    token_nll(loaded.model, ids, EvictingCache(policies.Tova(budget=4)))
+    token_nll(loaded.model, ids, EvictingCache(policies.Tova(budget=4), observers=[AttentionMeasures()]))
 
 
 def _load_documents(cell: Cell) -> list[Document]:

@@ -147,3 +147,27 @@ def test_refusals() -> None:
         _ = AttentionMeasures().report
     with pytest.raises(UsageError, match="needs at least 2 tokens, got 1"):
         token_nll(tiny("llama"), tokens(1, 1))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("policy", ["tova", "tova_head", "window", "full"])
+def test_the_compiled_pass_measures_the_same(policy: str, threads: int) -> None:
+    """Ties included: in the first layer of a text of few words many weights are equal."""
+    model = tiny("llama")
+    ids = tokens(2, 150) % 5 + 3
+    made = policies.make(policy) if policy == "full" else policies.make(policy, budget=24)
+    found = []
+    torch.set_num_threads(threads)
+    for compiled in (True, False):
+        measures = AttentionMeasures(block=40, compiled=compiled)
+        cache = EvictingCache(made, observers=[measures], scan="reference")
+        forward(model, ids[:, :61], cache)
+        forward(model, ids[:, 61:], cache)
+        found.append(measures.report)
+    ours, theirs = found
+    assert (ours.possible == theirs.possible).all()
+    assert (ours.mass.isnan() == theirs.mass.isnan()).all()
+    assert (ours.mass - theirs.mass).nan_to_num().abs().max() < 1e-5
+    assert (ours.mass_with_self - theirs.mass_with_self).abs().max() < 1e-5
+    # Weights that are equal in exact arithmetic may differ in their last bit.
+    assert (ours.hits != theirs.hits).float().mean() < 0.05

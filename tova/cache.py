@@ -242,7 +242,8 @@ class EvictingLayer(compat.CacheLayerMixin):
             real=real,
             every=cache.evict_every,
             one_shot=cache.prefill == "one_shot" and query.shape[2] > 1 and self._takes_a_prompt(),
-            chunk=cache.chunk or 128,
+            # Longer chunks carry survivors on less often, and look at more that is dead: about a third of what is held.
+            chunk=cache.chunk or max(128, min(256, self.policy.effective_budget * 3 // 8 // 64 * 64)),
         )
         if cache.observers:
             assert state.log is not None

@@ -6,6 +6,7 @@ all steps dilute every comparison: the primary figures are over the *saturated* 
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -158,10 +159,15 @@ class AttentionMeasures:
     attention and keeps all keys; rows are made in blocks, never T x T.
 
     With a kept set per key/value head the figures are averaged over sets, hits summed.
+
+    Args:
+        block: queries at a time.
+        compiled: take the compiled pass where it can (CPU, numba); the figures are the same up to rounding.
     """
 
-    def __init__(self, block: int = 128) -> None:
+    def __init__(self, block: int = 128, compiled: bool = True) -> None:
         self._block = block
+        self._compiled = compiled and importlib.util.find_spec("numba") is not None
         self._keys: dict[int, Tensor] = {}
         self._filled: dict[int, int] = {}
         self._found: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
@@ -197,13 +203,23 @@ class AttentionMeasures:
         evicted_at = seen.evicted_at[..., :columns]
         sets = evicted_at.shape[1]
         steps = torch.arange(seen.first + begin, seen.first + end, device=device)
+        logits = seen.attention.logits(seen.query[:, :, begin:end], keys).view(batch, sets, heads // sets, -1, columns)
+        if self._compiled and device.type == "cpu" and seen.visibility is None and not (evicted_at == PADDING).any():
+            from tova.scan import shares
+
+            on_visible, own, hits = shares.measure(
+                logits.flatten(0, 1), evicted_at.flatten(0, 1), seen.first + begin, HEAVY_HITTERS
+            )
+            possible = steps.clamp_max(HEAVY_HITTERS).expand(batch, -1) * sets
+            mass = (on_visible - own) / (1.0 - own).clamp_min(torch.finfo(torch.float32).tiny)
+            mass = mass.masked_fill(steps == 0, float("nan")).view(batch, sets, -1)
+            return mass.mean(1), on_visible.view_as(mass).mean(1), hits.view_as(mass).sum(1), possible
         # [B, G, R, n]: what the model itself would let the query see, self included.
         column = torch.arange(columns, device=device)
         allowed = (evicted_at != PADDING).unsqueeze(2) & (column <= steps.unsqueeze(1))
         if seen.visibility is not None:
             everything = column.expand(batch, sets, columns)
             allowed = allowed & seen.visibility.block(steps, everything)
-        logits = seen.attention.logits(seen.query[:, :, begin:end], keys).view(batch, sets, heads // sets, -1, columns)
         row = logits.masked_fill_(~allowed.unsqueeze(2), float("-inf")).softmax(-1).mean(2)
         visible = allowed & (evicted_at.unsqueeze(2) >= steps.unsqueeze(1))
         itself = column == steps.unsqueeze(1)

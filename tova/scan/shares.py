@@ -1,0 +1,103 @@
+"""Retained mass and heavy hitters of a block of queries in one pass over their logits, compiled for the CPU.
+
+What :class:`tova.measures.AttentionMeasures` computes in plain torch, for the common case: float32 on the CPU, no
+padding, and no window of the model's own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tova.scan.cpu import _F, _exp, _jit
+from tova.threads import beside
+
+
+def measure(logits: Tensor, evicted_at: Tensor, first: int, wanted: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The head-averaged full rows of queries ``first``..``first + C - 1``, looked at once and not kept.
+
+    Args:
+        logits: float32 [R, H, C, N] against all columns 0..N - 1; overwritten.
+        evicted_at: int64 [R, N], the last step at which each column was visible.
+        first: column of the first query.
+        wanted: heavy hitters per query.
+
+    Returns:
+        float32 [R, C] twice: the weight on visible columns, the query's own among them, and its own weight; and int64
+        [R, C]: how many of the ``min(wanted, t)`` most-attended earlier columns were visible, ties to the lower one.
+    """
+    rows, _, steps, _ = logits.shape
+    visible, own = torch.empty(rows, steps), torch.empty(rows, steps)
+    hits = torch.empty(rows, steps, dtype=torch.int64)
+    gone = evicted_at.contiguous()
+
+    def part(begin: int, end: int) -> None:
+        for r in range(rows):
+            _measure(
+                logits[r].numpy(), gone[r].numpy(), first, begin, end, wanted,
+                visible[r].numpy(), own[r].numpy(), hits[r].numpy(),
+            )  # fmt: skip
+
+    if torch.get_num_threads() > 1 and steps > 1:
+        other = beside(part, 0, steps // 2)
+        part(steps // 2, steps)
+        other.result()
+    else:
+        part(0, steps)
+    return visible, own, hits
+
+
+@_jit
+def _measure(logits, gone, first, begin, end, wanted, visible, own, hits):  # type: ignore[no-untyped-def]
+    """One kept set's queries ``begin`` to ``end``; arrays as in :func:`measure`, without rows."""
+    heads, _, columns = logits.shape
+    attn = np.empty(columns, np.float32)
+    weight = np.empty(wanted, np.float32)
+    place = np.empty(wanted, np.int64)
+    for i in range(begin, end):
+        t = first + i
+        for j in range(t + 1):
+            attn[j] = _F(0.0)
+        for h in range(heads):
+            row = logits[h, i]
+            top = row[t]
+            for j in range(t):
+                top = max(top, row[j])
+            total = _F(0.0)
+            for j in range(t + 1):
+                e = _exp(row[j] - top)
+                row[j] = e
+                total += e
+            share = _F(1.0) / (total * _F(heads))
+            for j in range(t + 1):
+                attn[j] += row[j] * share
+        seen = 0.0
+        for j in range(t + 1):
+            seen += np.float64(attn[j]) if gone[j] >= t else 0.0
+        visible[i] = _F(seen)
+        own[i] = attn[t]
+        count = 0
+        least = _F(-1.0)
+        at = 0
+        for j in range(t):
+            w = attn[j]
+            if count < wanted:
+                weight[count] = w
+                place[count] = j
+                count += 1
+            elif w > least:
+                weight[at] = w
+                place[at] = j
+            else:
+                continue
+            if count == wanted:  # the next to go: the lowest, of equal ones the later
+                at = 0
+                for c in range(1, wanted):
+                    if weight[c] < weight[at] or (weight[c] == weight[at] and place[c] > place[at]):
+                        at = c
+                least = weight[at]
+        found = 0
+        for c in range(count):
+            found += gone[place[c]] >= t
+        hits[i] = found
