@@ -103,6 +103,8 @@ class Gemma3:
 
 def _converted(label: str, sha256: str, fetch: Callable[[], Path]) -> Path:
     """The folder with the dequantised model, made of the GGUF file that ``fetch`` gets on first use."""
+    # Older versions tokenize the packaged files otherwise, and cannot load what newer ones have saved.
+    require("transformers", "5.20", f"model={label}")
     folder = assets.cache_dir() / "models" / f"{label}-{sha256[:12]}"
     if folder.exists():
         return folder
@@ -133,6 +135,15 @@ def _converted(label: str, sha256: str, fetch: Callable[[], Path]) -> Path:
             folder.parent.mkdir(exist_ok=True)
             os.replace(made, folder)
     return folder
+
+
+def require(package: str, oldest: str, what: str) -> None:
+    """Raise if an installed package is older than ``what`` needs."""
+    from importlib.metadata import version
+
+    there = version(package)
+    if tuple(int(n) for n in there.split(".")[:2]) < tuple(int(n) for n in oldest.split(".")):
+        raise UsageError(f"{what}: needs {package} {oldest} or newer, this is {there}; models of the hub need no more")
 
 
 @dataclass(frozen=True)

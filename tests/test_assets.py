@@ -168,3 +168,14 @@ def test_the_packaged_model(smollm2) -> None:
     with torch.inference_mode():
         token = int(smollm2.model(ids, use_cache=False).logits[0, -1].argmax())
     assert smollm2.tokenizer.decode([token]).strip() == "Paris"
+
+
+def test_packaged_models_need_a_recent_transformers(monkeypatch) -> None:
+    """Older versions would read other tokens out of the same file, silently."""
+    from importlib import metadata
+
+    from experiments.models import SmolLM2
+
+    monkeypatch.setattr(metadata, "version", lambda package: "5.2.0")
+    with pytest.raises(UsageError, match=r"model=smollm2_135m: needs transformers 5\.20 or newer, this is 5\.2\.0"):
+        SmolLM2().load("cpu")

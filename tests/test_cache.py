@@ -333,3 +333,17 @@ def test_half_precision(dtype, policy: str) -> None:
         assert (log == found[-1][1]).all()
         assert (out.float() - found[-1][0].float()).abs().max() < 0.03
     assert found[0][0].dtype == dtype
+
+
+def test_a_static_cache_still_works(llama) -> None:
+    """Its empty columns are masked, whatever it does with its counter: decoding is the plain forward."""
+    from transformers import StaticCache
+
+    ids = tokens(2, 40)
+    with torch.inference_mode():
+        expected = llama(ids, use_cache=False).logits
+        cache = StaticCache(config=llama.config, max_cache_len=64)
+        parts = [llama(input_ids=ids[:, :30], use_cache=True, **{cache_argument(llama): cache}).logits]
+        for t in range(30, 40):
+            parts.append(llama(input_ids=ids[:, t : t + 1], use_cache=True, **{cache_argument(llama): cache}).logits)
+    assert (torch.cat(parts, 1) - expected).abs().max() < 1e-3

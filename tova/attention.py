@@ -139,6 +139,8 @@ def make_mask(
     indices (``use_vmap``) are built whole.
     """
     function = mask_function or compat.causal_mask_function
+    # A static cache hands its live counter over, which has moved on by the time the whole mask is asked for.
+    q_offset = int(q_offset)
 
     def dense() -> Tensor | None:
         return compat.sdpa_mask(
@@ -150,7 +152,9 @@ def make_mask(
     if use_vmap:
         return dense()
     causal = function is compat.causal_mask_function
-    if causal and q_length in (1, kv_length) and (attention_mask is None or bool(attention_mask.all())):
+    # A static cache has columns beyond the last token, which only a mask keeps from being looked at.
+    to_the_end = q_offset + q_length == kv_offset + kv_length
+    if causal and to_the_end and q_length in (1, kv_length) and (attention_mask is None or bool(attention_mask.all())):
         return None
     # Nothing may look at anything in the placeholder: code that loses the tag fails loudly instead of being wrong.
     nothing = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=kwargs.get("device", "cpu"))

@@ -93,6 +93,8 @@ class EvictingCache(compat.Cache):
         self.scan = scan
         self.chunk = chunk
 
+    is_croppable = False  # older versions of transformers do not ask the layers
+
     def _new_layer(self) -> EvictingLayer:
         return EvictingLayer(self, len(self.layers))
 
