@@ -104,15 +104,18 @@ def test_ordinary_caches_still_work(model) -> None:
         tova.enable(model)
         found = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         assert (found - expected)[mask.bool()].abs().max() < 1e-3
-        text = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
-        chunked = model.generate(
-            ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0, prefill_chunk_size=17
-        )
+
+        def texts() -> list[torch.Tensor]:
+            usual = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+            cached = {cache_argument(model): DynamicCache(config=model.config)}
+            return [model.generate(ids, **usual), model.generate(ids, prefill_chunk_size=17, **cached, **usual)]
+
+        ours = texts()
         model.set_attn_implementation("eager")
-        plain = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        theirs = texts()
         tova.enable(model)
-    assert (text == plain).all()
-    assert (chunked == plain).all()
+    assert (ours[0] == theirs[0]).all()
+    assert (ours[1] == theirs[1]).all()
 
 
 def test_the_log_and_the_bytes(llama) -> None:
