@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from models import REFUSED, REFUSED_WHEN_RUN, ZOO, build, forward, tiny, tokens
 from oracle import PhysicalCache, compare, decode
 
@@ -269,6 +270,8 @@ def test_cell(model, way: str, policy: str) -> None:
 
 @pytest.mark.parametrize("name", [*REFUSED, *REFUSED_WHEN_RUN])
 def test_refused_by_name(name: str) -> None:
+    if int(transformers.__version__.split(".")[0]) < 5 and name in ("recurrent_gemma", "deepseek_v3"):
+        pytest.skip("before transformers 5 these models are made otherwise")
     kind, options, says = (REFUSED | REFUSED_WHEN_RUN)[name]
     model = build(kind, options)
     with pytest.raises(UsageError) as error:
