@@ -29,6 +29,7 @@ from tova.policies import Policy
 from tova.replay import NEVER, Attention, LayerState, replay
 from tova.scan import cpu, reference
 from tova.scan import step as compiled
+from tova.scan.modes import MODES
 
 BUDGET, PROMPT, TOKENS, SIZE = 12, 16, 50, 16
 OPTIONS: dict[str, dict] = {
@@ -39,7 +40,7 @@ OPTIONS: dict[str, dict] = {
     "pyramidkv": dict(recent_window=3, obs_window=8, layer=1, num_layers=3),
     "pyramidkv_prefill": dict(recent_window=4, pool_kernel=3, beta=4),
 }
-COMPILED = [name for name, made in policies.POLICIES.items() if made in cpu.MODES and not made.reindexes]
+COMPILED = [name for name, made in policies.POLICIES.items() if made in MODES and not made.reindexes]
 
 
 def make(name: str, **more) -> Policy:

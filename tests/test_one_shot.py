@@ -190,3 +190,29 @@ def test_scissorhands_paper(smollm2, maps) -> None:
     # A weight that equals its fair share to the last bit may count on one side only.
     print(f"{agree} of {total} kept positions agree")
     assert agree >= total - 6
+
+
+@pytest.mark.parametrize("policy", ["snapkv_prefill", "pyramidkv_prefill"])
+def test_some_policies_take_one_prompt_only(policy: str) -> None:
+    """What follows the first prompt is all kept, however it is fed."""
+    model, ids = tiny("llama"), tokens(2, 90)
+    cache = EvictingCache(policies.make(policy, budget=20, recent_window=4), prefill="one_shot")
+    forward(model, ids[:, :50], cache)
+    held = [len(cache.kept(layer)) for layer in range(2)]
+    first = cache.evicted_at
+    forward(model, ids[:, 50:80], cache)
+    for t in range(80, 90):
+        forward(model, ids[:, t : t + 1], cache)
+    assert [len(cache.kept(layer)) for layer in range(2)] == [n + 40 for n in held]
+    assert (cache.evicted_at[..., :50] == first).all()
+    assert (cache.evicted_at[..., 50:] == NEVER).all()
+
+
+def test_a_second_prompt_of_reindexed_positions_is_taken_step_by_step() -> None:
+    model, ids = tiny("llama"), tokens(2, 90)
+    made = policies.make("streaming_llm_reindexed", budget=20)
+    found = []
+    for cuts in ([50, 90], [50, *range(51, 91)]):
+        cache = EvictingCache(made, prefill="one_shot")
+        found.append(torch.cat([forward(model, ids[:, a:b], cache) for a, b in zip([0, *cuts], cuts, strict=False)], 1))
+    assert (found[0] - found[1]).abs().max() < 1e-3

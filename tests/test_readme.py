@@ -57,6 +57,10 @@ def test_adding_a_policy(place, monkeypatch, capsys) -> None:
     from tova.simulation import simulate
     from tova.trace import canonical_trace
 
+    from tova.check import main as check
+
+    assert "python -m tova.check my_policies.Decay fade=0.8" in README
+    assert check(["my_policies.Decay", "fade=0.8"]) == 0
     decay = sys.modules["my_policies"].Decay(budget=64)
     assert 0.2 < simulate(decay, canonical_trace(tokens=300)).retained_mass < 1
     names: dict = {}

@@ -13,51 +13,9 @@ from llvmlite import ir
 from numba.extending import intrinsic
 from torch import Tensor
 
-from tova.policies import (
-    H2O,
-    Full,
-    H2OHalf,
-    H2OHead,
-    L2Norm,
-    Policy,
-    PyramidKV,
-    PyramidKVPrefill,
-    Random,
-    Scissorhands,
-    SnapKV,
-    SnapKVPrefill,
-    StreamingLLM,
-    StreamingLLMReindexed,
-    Tova,
-    TovaHead,
-    TovaOfficial,
-    TovaValue,
-    Window,
-)
+from tova.policies import H2OHead, Policy, Random
 from tova.scan import Chunk
-
-OLDEST, LATEST, SUM, VOTES, RING, RANDOM, FEATURE = range(7)
-# What a policy does, the record it does it with, and the feature that weighs or replaces it.
-MODES: dict[type[Policy], tuple[int, str | None, str | None]] = {
-    Full: (OLDEST, None, None),
-    Window: (OLDEST, None, None),
-    StreamingLLM: (OLDEST, None, None),
-    StreamingLLMReindexed: (OLDEST, None, None),
-    Tova: (LATEST, "weight", None),
-    TovaHead: (LATEST, "weight", None),
-    TovaOfficial: (LATEST, "weight", None),
-    TovaValue: (LATEST, "weight", "value_norm"),
-    H2O: (SUM, "sum", None),
-    H2OHalf: (SUM, "sum", None),
-    H2OHead: (SUM, "sum", None),
-    Scissorhands: (VOTES, "votes", None),
-    SnapKV: (RING, "ring", None),
-    SnapKVPrefill: (RING, "ring", None),
-    PyramidKV: (RING, "ring", None),
-    PyramidKVPrefill: (RING, "ring", None),
-    L2Norm: (FEATURE, None, "key_norm"),
-    Random: (RANDOM, None, None),
-}
+from tova.scan.modes import FEATURE, LATEST, MODES, OLDEST, RANDOM, RING, SUM, VOTES
 
 # Sums may be reassociated and multiplied-and-added in one rounding; infinities and NaN keep their meaning.
 _FASTMATH = {"reassoc", "contract", "arcp", "nsz"}

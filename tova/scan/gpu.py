@@ -13,56 +13,19 @@ Without a GPU the kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` be
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tova.policies import (
-    H2O,
-    Full,
-    H2OHalf,
-    H2OHead,
-    L2Norm,
-    Policy,
-    PyramidKV,
-    PyramidKVPrefill,
-    Scissorhands,
-    SnapKV,
-    SnapKVPrefill,
-    StreamingLLM,
-    StreamingLLMReindexed,
-    Tova,
-    TovaHead,
-    TovaOfficial,
-    TovaValue,
-    Window,
-)
-from tova.scan import Chunk, fixed_point, reference
+from tova.policies import Policy
+from tova.scan import Chunk, fixed_point, modes, reference
 
-OLDEST, LATEST, SUM, VOTES, RING, FEATURE = (tl.constexpr(mode) for mode in range(6))
-# What a policy does, the record it does it with, and the feature that weighs or replaces it.
-MODES: dict[type[Policy], tuple[Any, str | None, str | None]] = {
-    Full: (OLDEST, None, None),
-    Window: (OLDEST, None, None),
-    StreamingLLM: (OLDEST, None, None),
-    StreamingLLMReindexed: (OLDEST, None, None),
-    Tova: (LATEST, "weight", None),
-    TovaHead: (LATEST, "weight", None),
-    TovaOfficial: (LATEST, "weight", None),
-    TovaValue: (LATEST, "weight", "value_norm"),
-    H2O: (SUM, "sum", None),
-    H2OHalf: (SUM, "sum", None),
-    H2OHead: (SUM, "sum", None),
-    Scissorhands: (VOTES, "votes", None),
-    SnapKV: (RING, "ring", None),
-    SnapKVPrefill: (RING, "ring", None),
-    PyramidKV: (RING, "ring", None),
-    PyramidKVPrefill: (RING, "ring", None),
-    L2Norm: (FEATURE, None, "key_norm"),
-}
+OLDEST, LATEST, SUM, VOTES, RING, FEATURE = (
+    tl.constexpr(mode) for mode in (modes.OLDEST, modes.LATEST, modes.SUM, modes.VOTES, modes.RING, modes.FEATURE)
+)
+MODES = {policy: mode for policy, mode in modes.MODES.items() if mode[0] != modes.RANDOM}
 
 MOST = 16384
 """Candidates a program takes; a chunk with more (a long prompt in one shot) goes to the reference scan."""

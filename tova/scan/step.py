@@ -21,7 +21,8 @@ from torch import Tensor
 
 from tova.policies import H2OHead, Policy
 from tova.scan import cpu
-from tova.scan.cpu import FEATURE, LATEST, MODES, OLDEST, RANDOM, RING, SUM, VOTES, mix, random_key
+from tova.scan.cpu import mix, random_key
+from tova.scan.modes import FEATURE, LATEST, MODES, OLDEST, RANDOM, RING, SUM, VOTES
 
 if TYPE_CHECKING:
     from tova.replay import Attention, LayerState

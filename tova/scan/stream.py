@@ -9,17 +9,8 @@ import numba as nb
 import numpy as np
 
 from tova.policies import Policy
-from tova.scan.cpu import (
-    LATEST,
-    MODES,
-    OLDEST,
-    RANDOM,
-    RING,
-    SUM,
-    VOTES,
-    mix,
-    random_key,
-)
+from tova.scan.cpu import mix, random_key
+from tova.scan.modes import LATEST, MODES, OLDEST, RANDOM, RING, SUM, VOTES
 
 _jit = nb.njit(error_model="numpy", nogil=True, cache=True)
 
