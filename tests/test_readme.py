@@ -54,10 +54,9 @@ def test_adding_a_policy(place, monkeypatch, capsys) -> None:
     assert list(frame["policy"]) == ["decay fade=0.8"] * 2
     assert frame["perplexity"].notna().all()
     assert "decay fade=0.8" in capsys.readouterr().out
+    from tova.check import main as check
     from tova.simulation import simulate
     from tova.trace import canonical_trace
-
-    from tova.check import main as check
 
     assert "python -m tova.check my_policies.Decay fade=0.8" in README
     assert check(["my_policies.Decay", "fade=0.8"]) == 0
