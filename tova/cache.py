@@ -56,7 +56,8 @@ class EvictingCache(compat.Cache):
         evict_every: let the cache grow this many entries past the budget, then evict to the budget at once.
         log: keep ``evicted_at``. It grows with the text and is no part of ``nbytes``.
         observers: told of every call of every layer; they need the log.
-        scan: ``auto``, ``reference`` (plain torch, any policy) or ``cpu`` (compiled, built-in policies).
+        scan: ``auto``, ``reference`` (plain torch, any policy), ``cpu`` or ``gpu`` (compiled, built-in policies), or
+            ``fixed_point`` (plain torch, all steps of a chunk at once).
         chunk: queries per block of a replay; None chooses. Any value gives the same decisions, up to near-ties.
     """
 

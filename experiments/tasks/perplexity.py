@@ -33,7 +33,7 @@ class Perplexity:
         batch_size: documents of equal length run as rows of one batch; the figures are the same.
         together: cells that share model and text, as rows of one batch: ``auto`` or how many; the figures are the same.
         chunk: queries per block of the replay, null chooses; the figures are the same.
-        scan: auto, reference or cpu; the figures are the same.
+        scan: auto, reference, cpu, gpu or fixed_point; the figures are the same.
     """
 
     measures: bool = True

@@ -276,6 +276,12 @@ def _pooled(ring, alive, m, kernel, score, total, order):  # type: ignore[no-unt
         if alive[j] > 0:
             order[count] = j
             count += 1
+    pool_in_order(total, order, count, kernel, score)
+
+
+@_strict_jit
+def pool_in_order(total, order, count, kernel, score):  # type: ignore[no-untyped-def]
+    """score[j] of the ``count`` entries in ``order``: the maximum of ``total`` over ``kernel`` neighbours there."""
     radius = kernel // 2
     for a in range(count):
         best = total[order[a]]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tova.policies import H2OHead, Policy
 from tova.scan import cpu
-from tova.scan.cpu import mix, random_key
+from tova.scan.cpu import mix, pool_in_order, random_key
 from tova.scan.modes import FEATURE, LATEST, MODES, OLDEST, RANDOM, RING, SUM, VOTES
 
 if TYPE_CHECKING:
@@ -410,12 +410,7 @@ def _pooled(ring, held, positions, used, kernel, score):  # type: ignore[no-unty
         return
     order = np.empty(used, np.int64)
     count = _in_position_order(held, positions, used, order)
-    radius = kernel // 2
-    for a in range(count):
-        best = total[order[a]]
-        for b in range(max(0, a - radius), min(count, a + radius + 1)):
-            best = max(best, total[order[b]])
-        score[order[a]] = best
+    pool_in_order(total, order, count, kernel, score)
 
 
 @_strict_jit
