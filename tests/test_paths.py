@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from models import forward, tiny, tokens
 
 import tova
-from tova import EvictingCache, band, policies, replay
+from tova import EvictingCache, band, policies, products
 from tova.measures import AttentionMeasures, token_nll
+from tova.replay import Attention
+from tova.threads import team
 
 
 def counted(monkeypatch, module, name: str) -> list[int]:
@@ -78,24 +81,79 @@ def test_after_a_prompt_at_once(monkeypatch) -> None:
     assert (found[0][0] - found[1][0]).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("policy", ["tova", "h2o_half", "snapkv"])
-def test_multiplying_beside_the_scan(monkeypatch, policy: str) -> None:
-    """With two threads the values are mixed in a helper thread; the numbers are those of one thread."""
-    calls = counted(monkeypatch, replay, "beside")
-    model, ids = tiny("llama"), tokens(2, 200)
-    made = policies.make(policy, budget=40)
-    usual, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            cache = EvictingCache(made, chunk=16)
-            found.append((forward(model, ids, cache), cache.evicted_at))
-            assert (calls[0] > 0) == (threads == 2)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(usual)
-    assert (found[0][1] == found[1][1]).all()
-    assert (found[0][0] - found[1][0]).abs().max() < 1e-4
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    usual = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("policy", "options"), [("tova", {}), ("h2o_half", {"per_head": True}), ("snapkv", {})])
+def test_threads_share_a_chunk(monkeypatch, threads, policy: str, options: dict, batch: int) -> None:
+    """Products, and the rows of a batch, are shared among a team; the numbers are those of one thread."""
+    calls = counted(monkeypatch, products.Shared, "mix")
+    model, ids = tiny("llama"), tokens(batch, 200)
+    made = policies.make(policy, budget=40, **options)
+    found = []
+    for count in (1, 2, 5):
+        threads(count)
+        calls[0] = 0
+        cache = EvictingCache(made, chunk=16)
+        found.append((forward(model, ids, cache), cache.evicted_at))
+        assert (calls[0] > 0) == (count > 1)
+        assert torch.get_num_threads() == count
+    for logits, evicted_at in found[1:]:
+        assert (found[0][1] == evicted_at).all()
+        assert (found[0][0] - logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_products_of_a_team(threads, count: int, softcap: float | None, dtype: torch.dtype, overlap: bool) -> None:
+    """Chunk after chunk beside formulas in float64, buffers being used again and the shapes changing."""
+    threads(count)
+    torch.manual_seed(count)
+    attention = Attention(0.3, softcap)
+    expected, out = [], []
+    with team() as together:
+        shared = products.Shared(attention, together, overlap=overlap)
+        for chunk, candidates in enumerate((5, 9, 12, 12, 12, 7)):
+            steps = 5 if chunk < 5 else 2
+            query, key, value = (
+                torch.randn(2, heads, n, 8).to(dtype) for heads, n in ((6, steps), (2, candidates), (2, candidates))
+            )
+            logits = shared.logits(query, key)
+            exact = query.double() @ key.double().repeat_interleave(3, 1).transpose(2, 3) * 0.3
+            if softcap is not None:
+                exact = softcap * (exact / softcap).tanh()
+            close = 1e-5 if dtype == torch.float32 else 3e-2
+            assert (logits.double() - exact).abs().max() < close
+            weights = logits.exp_()
+            sums = weights.sum(-1, keepdim=True)
+            expected.append(exact.softmax(-1) @ value.double().repeat_interleave(3, 1))
+            out.append(torch.full((2, 6, steps, 8), float("nan"), dtype=dtype))
+            shared.mix(weights, sums, value, out[-1])
+        shared.finish()
+    for one, other in zip(out, expected, strict=True):
+        assert (one.double() - other).abs().max() < close
+
+
+def test_what_a_helper_raises_is_raised(threads) -> None:
+    threads(3)
+    done = []
+
+    def work(n: int) -> None:
+        if n == 2:
+            raise ValueError("two")
+        done.append(n)
+
+    with pytest.raises(ValueError, match="two"), team() as together:
+        together.share(work, [(1,), (2,), (3,)])
+    assert sorted(done) == [1, 3]
+    assert torch.get_num_threads() == 3
 
 
 def test_a_replay_costs_about_a_forward(smollm2, books) -> None:

@@ -36,6 +36,13 @@ _OTHERS = {
 """Options of transformers' other caches, and why they are refused here."""
 
 
+def _chunk(policy: Policy, device: torch.device) -> int:
+    """Queries per block: longer ones carry survivors on less often, and look at more that is dead."""
+    if device.type == "cpu":
+        return 128
+    return max(128, min(256, policy.effective_budget * 3 // 8 // 64 * 64))
+
+
 class EvictingCache(compat.Cache):
     """A key-value cache that holds at most ``policy.budget`` positions per layer between steps.
 
@@ -245,8 +252,7 @@ class EvictingLayer(compat.CacheLayerMixin):
             real=real,
             every=cache.evict_every,
             one_shot=cache.prefill == "one_shot" and query.shape[2] > 1 and self._takes_a_prompt(),
-            # Longer chunks carry survivors on less often, and look at more that is dead: about a third of what is held.
-            chunk=cache.chunk or max(128, min(256, self.policy.effective_budget * 3 // 8 // 64 * 64)),
+            chunk=cache.chunk or _chunk(self.policy, key.device),
         )
         if cache.observers:
             assert state.log is not None

@@ -17,7 +17,7 @@ Shape letters: B batch rows, H query heads, K key/value heads, T new tokens, D h
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,9 +28,10 @@ from tova import band
 from tova.errors import UsageError
 from tova.policies import Full, Policy, Slots, Tokens
 from tova.policies.base import admit, choose, new_records, observe
+from tova.products import Alone, Products, Shared
 from tova.scan import Chunk, Scan, reference
 from tova.scan.reference import head_average, softmax
-from tova.threads import beside
+from tova.threads import Team, team
 
 NEVER = torch.iinfo(torch.int64).max
 """``evicted_at`` of a token that was never dropped."""
@@ -77,13 +78,17 @@ class Attention:
         batch, heads, steps, size = query.shape
         groups = key.shape[1]
         grouped = query.reshape(batch, groups, heads // groups * steps, size)
+        return self.product(grouped, key.transpose(-1, -2)).view(batch, heads, steps, key.shape[2])
+
+    def product(self, query: Tensor, key: Tensor, out: Tensor | None = None) -> Tensor:
+        """float32 [..., M, N] from [..., M, D] and [..., D, N]; written into ``out`` if given."""
         if query.dtype == torch.float32:  # fewer numbers to scale; in half precision it would cost accuracy
-            logits = (grouped * self.scaling) @ key.transpose(-1, -2)
+            logits = torch.matmul(query * self.scaling, key, out=out)
         else:
-            logits = (grouped @ key.transpose(-1, -2)).float().mul_(self.scaling)
+            logits = (query @ key).float().mul_(self.scaling)
         if self.softcap is not None:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits.view(batch, heads, steps, key.shape[2])
+        return logits if out is None or out is logits else out.copy_(logits)
 
     def sinks_of(self, batch: int, sets: int) -> Tensor | None:
         """float32 [R, H_g]: the heads' sinks for each kept set."""
@@ -304,7 +309,8 @@ def replay(
         _into_position_order(state)
         if band.holds(state, policy, call.remains):
             return band.attend(query, key, value, state, policy, attention, call.remains)
-    return _chunks(query, key, value, state, call, scan, real, chunk)
+    with team() if query.device.type == "cpu" and steps > chunk else nullcontext() as threads:
+        return _chunks(query, key, value, state, call, scan, real, chunk, threads)
 
 
 @dataclass(frozen=True)
@@ -373,6 +379,7 @@ def _chunks(
     scan: Scan,
     real: Tensor | None,
     chunk: int,
+    threads: Team | None,
 ) -> Tensor:
     batch, heads, steps, _ = query.shape
     device = query.device
@@ -381,9 +388,7 @@ def _chunks(
     rows = batch * sets
     out = query.new_empty(batch, heads, steps, value.shape[-1])
     _into_position_order(state)
-    # The scan takes steps one by one, on one core: meanwhile the chunk before is multiplied out on another.
-    overlap = device.type == "cpu" and torch.get_num_threads() > 1 and steps > chunk
-    mixing: Future | None = None
+    products: Products = Alone(attention) if threads is None else Shared(attention, threads, overlap=rows == 1)
     for begin in range(0, steps, chunk):
         end = min(begin + chunk, steps)
         size = end - begin
@@ -394,7 +399,7 @@ def _chunks(
         values = torch.cat([state.values, value[:, :, begin:end]], 2)
         features = call.features(key[:, :, begin:end], value[:, :, begin:end], positions, sets)
         slots = _with_newcomers(policy, state.slots, positions, features)
-        logits = attention.logits(query[:, :, begin:end], keys)
+        logits = products.logits(query[:, :, begin:end], keys)
         logits = call.reindexed(logits, query[:, :, begin:end], keys, positions, slots, state.slots.count)
         allowed = None
         if visibility is not None:
@@ -413,15 +418,11 @@ def _chunks(
                 real=in_chunk,
                 sinks=attention.sinks_of(batch, sets),
                 dtype=query.dtype,
+                threads=threads,
             ),
         )
-        if mixing is not None:
-            mixing.result()
-        mix = (out[:, :, begin:end], attention, weights.view(batch, heads, size, -1), sums, values)
-        if overlap:
-            mixing = beside(_mix_into, *mix)
-        else:
-            _mix_into(*mix)
+        weights, sums = weights.view(batch, heads, size, -1), sums.view(batch, heads, size, 1)
+        products.mix(weights, sums, values, out[:, :, begin:end])
         if state.log is not None:
             joined = torch.nn.functional.pad(state.slots.held, (0, size), value=True)
             if in_chunk is not None:
@@ -430,15 +431,10 @@ def _chunks(
         state.seen += size
         state.slots, state.keys, state.values = slots, keys, values
         _compact(state, policy)
-    if mixing is not None:
-        mixing.result()
+    products.finish()
     if call.one_shot:
         _evict_once(state, policy)
     return out
-
-
-def _mix_into(out: Tensor, attention: Attention, weights: Tensor, sums: Tensor, values: Tensor) -> None:
-    out.copy_(attention.mix(weights, sums.view(*weights.shape[:3], 1), values))
 
 
 def _evict_once(state: LayerState, policy: Policy) -> None:
@@ -478,9 +474,14 @@ def _compact(state: LayerState, policy: Policy) -> None:
     if policy.sees_dropped:
         state.most = slots.held.shape[1]
         return
-    state.most = int(slots.count.max())
+    if state.ragged:
+        state.most = int(slots.count.max())
+        order = (~slots.held).to(torch.uint8).argsort(dim=-1, stable=True)[:, : state.most]
+    else:
+        order = slots.held.nonzero()[:, 1].view(slots.held.shape[0], -1)
+        state.most = order.shape[1]
     if state.most < slots.held.shape[1]:
-        _take(state, (~slots.held).to(torch.uint8).argsort(dim=-1, stable=True)[:, : state.most])
+        _take(state, order)
 
 
 def _take(state: LayerState, order: Tensor) -> None:
@@ -500,7 +501,8 @@ def _select(entries: Tensor, order: Tensor) -> Tensor:
     """[B, K, S', D] of [B, K, S, D]: the slots int64 [R, S'] of each kept set."""
     batch, heads, _, width = entries.shape
     if order.shape[0] == batch and entries.device.type == "cpu":  # copies whole entries; gather goes number by number
-        return torch.stack([row.index_select(1, slots) for row, slots in zip(entries, order, strict=True)])
+        picked = [row.index_select(1, slots) for row, slots in zip(entries, order, strict=True)]
+        return picked[0].unsqueeze(0) if batch == 1 else torch.stack(picked)
     sets, size = order.shape[0] // batch, order.shape[1]
     return entries.gather(2, order.view(batch, sets, size, 1).expand(batch, heads, size, width))
 

@@ -213,17 +213,17 @@ def _tell(context: Context, done: float, whole: float, share: float) -> None:
     context.advance(done + share * whole)
 
 
-_PARTS = {
-    "logits of a chunk against what is held": ("tova.replay", "Attention.logits"),
-    "scan: who is dropped when, and the weights": ("", ""),
-    "weights times values (beside the next scan where there are threads)": ("tova.replay", "_mix_into"),
-    "carrying the survivors on": ("tova.replay", "_compact"),
-}
+_PARTS = (
+    "logits of a chunk against what is held",
+    "scan: who is dropped when, and the weights",
+    "weights times values (in other threads, beside the next scan)",
+    "carrying the survivors on",
+)
 
 
 def _where(model: PreTrainedModel, ids: torch.Tensor, policy: Policy) -> dict[str, float]:
     """Seconds of one replay by part; the rest is the model's own layers, its head, and the loss."""
-    from tova import EvictingCache, replay
+    from tova import EvictingCache, products, replay
     from tova.measures import token_nll
 
     spent = dict.fromkeys(_PARTS, 0.0)
@@ -242,8 +242,10 @@ def _where(model: PreTrainedModel, ids: torch.Tensor, policy: Policy) -> dict[st
     cache = EvictingCache(policy, log=False)
     with contextlib.ExitStack() as undo:
         for owner, name, part in (
-            (replay.Attention, "logits", logits),
-            (replay, "_mix_into", mix),
+            (products.Alone, "logits", logits),
+            (products.Alone, "mix", mix),
+            (products.Shared, "logits", logits),
+            (products, "_mix", mix),
             (replay, "_compact", carry),
         ):
             original = getattr(owner, name)

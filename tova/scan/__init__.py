@@ -18,6 +18,7 @@ from torch import Tensor
 from tova.errors import UsageError
 from tova.policies.base import Policy
 from tova.policies.slots import Slots
+from tova.threads import Team
 
 SCANS = ("auto", "reference", "cpu", "gpu", "fixed_point")
 
@@ -38,6 +39,7 @@ class Chunk:
         real: bool [R, C], False where the chunk's token is padding; None if none is.
         sinks: float32 [R, H_g], a logit per head that only adds to the sum of weights (GPT-OSS); None without.
         dtype: the model's, to which some policies round weights.
+        threads: to share the rows among, None if the caller is alone.
     """
 
     logits: Tensor
@@ -49,6 +51,7 @@ class Chunk:
     real: Tensor | None = None
     sinks: Tensor | None = None
     dtype: torch.dtype = torch.float32
+    threads: Team | None = None
 
 
 class Scan(Protocol):

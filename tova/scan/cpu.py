@@ -54,7 +54,8 @@ def scan(policy: Policy, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
     sinks = np.empty((rows, 0), np.float32) if chunk.sinks is None else chunk.sinks.contiguous().numpy()
     observed = slots.observed.numpy().copy()
     newest = slots.newest.numpy().copy()
-    for r in range(rows):
+
+    def row(r: int) -> None:
         observed[r, 0], newest[r, 0] = _scan_row(
             logits[r].numpy(),
             sums[r, ..., 0].numpy(),
@@ -80,6 +81,12 @@ def scan(policy: Policy, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
             getattr(policy, "pool_kernel", 1),
             random_key(policy),
         )
+
+    if chunk.threads is None:
+        for r in range(rows):
+            row(r)
+    else:
+        chunk.threads.share(row, [(r,) for r in range(rows)])
     slots.held = torch.from_numpy(held.view(np.bool_))
     slots.observed = torch.from_numpy(observed) if policy.reads_attention else slots.observed
     slots.newest = torch.from_numpy(newest)

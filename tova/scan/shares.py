@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tova.scan.cpu import _F, _exp, _jit
-from tova.threads import beside
+from tova.threads import team
 
 
 def measure(logits: Tensor, evicted_at: Tensor, first: int, wanted: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,19 +32,18 @@ def measure(logits: Tensor, evicted_at: Tensor, first: int, wanted: int) -> tupl
     hits = torch.empty(rows, steps, dtype=torch.int64)
     gone = evicted_at.contiguous()
 
-    def part(begin: int, end: int) -> None:
+    def part(queries: slice) -> None:
         for r in range(rows):
             _measure(
-                logits[r].numpy(), gone[r].numpy(), first, begin, end, wanted,
+                logits[r].numpy(), gone[r].numpy(), first, queries.start, queries.stop, wanted,
                 visible[r].numpy(), own[r].numpy(), hits[r].numpy(),
             )  # fmt: skip
 
-    if torch.get_num_threads() > 1 and steps > 1:
-        other = beside(part, 0, steps // 2)
-        part(steps // 2, steps)
-        other.result()
-    else:
-        part(0, steps)
+    with team() as threads:
+        if threads is None:
+            part(slice(0, steps))
+        else:
+            threads.share(part, [(piece,) for piece in threads.parts(steps)])
     return visible, own, hits
 
 

@@ -1,0 +1,135 @@
+"""The two matrix products of a chunk, queries times keys and weights times values, shared among threads.
+
+A scan takes steps one by one, on one core, so the values of a chunk are mixed by helpers while the next chunk is
+scanned. Parts are cut before they are handed out and are one call each: threads that have to wait for each other's
+Python would gain nothing. Buffers are used again and again, since fresh ones cost as much as filling them.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from tova.threads import Team, wait
+
+if TYPE_CHECKING:
+    from tova.replay import Attention
+
+
+class Products(Protocol):
+    """Shapes as in :mod:`tova.replay`."""
+
+    def logits(self, query: Tensor, key: Tensor) -> Tensor:
+        """float32 [B, H, C, N]; may be overwritten until the call after next."""
+        ...
+
+    def mix(self, weights: Tensor, sums: Tensor, value: Tensor, out: Tensor) -> None:
+        """Into ``out`` [B, H, C, D], at the latest when :meth:`finish` returns: values [B, K, N, D] under weights."""
+        ...
+
+    def finish(self) -> None: ...
+
+
+class Alone:
+    """By torch, at once; on any device."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._attention = attention
+
+    def logits(self, query: Tensor, key: Tensor) -> Tensor:
+        return self._attention.logits(query, key)
+
+    def mix(self, weights: Tensor, sums: Tensor, value: Tensor, out: Tensor) -> None:
+        out.copy_(self._attention.mix(weights, sums, value))
+
+    def finish(self) -> None:
+        pass
+
+
+class Shared:
+    """By the threads of a team, on the CPU.
+
+    Args:
+        overlap: leave the mixing to the helpers meanwhile; without it all threads share it at once.
+    """
+
+    def __init__(self, attention: Attention, threads: Team, *, overlap: bool) -> None:
+        self._attention = attention
+        self._threads = threads
+        self._overlap = overlap
+        # Helpers are at the values of one chunk while the next is scanned.
+        self._logits = _Buffer(), _Buffer()
+        self._mixed = _Buffer()
+        self._calls = 0
+        self._to_mix: tuple[Tensor, Tensor, Tensor] | None = None
+        self._mixing: list[Future] = []
+        self._to_divide: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def logits(self, query: Tensor, key: Tensor) -> Tensor:
+        batch, heads, steps, size = query.shape
+        groups, candidates = key.shape[1:3]
+        rows = heads // groups * steps
+        grouped = query.reshape(batch * groups, rows, size)
+        keys = key.reshape(batch * groups, candidates, size).transpose(1, 2)
+        self._calls += 1
+        logits = self._logits[self._calls % 2].take(batch * groups, rows, candidates)
+        parts = [(grouped[:, part], keys, logits[:, part]) for part in self._threads.parts(rows)]
+        self._threads.share(self._attention.product, parts, after=self._mix_beside)
+        return logits.view(batch, heads, steps, candidates)
+
+    def mix(self, weights: Tensor, sums: Tensor, value: Tensor, out: Tensor) -> None:
+        batch, heads, steps, candidates = weights.shape
+        groups, size = value.shape[1], value.shape[3]
+        rows = heads // groups * steps
+        self.finish()
+        mixed = self._mixed.take(batch * groups, rows, size, dtype=value.dtype)
+        values = value.reshape(batch * groups, candidates, size)
+        self._to_mix = weights.view(batch * groups, rows, candidates), values, mixed
+        self._to_divide = mixed.view(batch, heads, steps, size), sums, out
+        if not self._overlap:
+            self.finish()
+
+    def _mix_beside(self) -> None:
+        """Called once helpers have their part of the next logits, so that they need not be woken once more."""
+        if self._to_mix is not None:
+            weights, values, mixed = self._to_mix
+            self._to_mix = None
+            parts = self._threads.parts(mixed.shape[1], helpers_only=True)
+            self._mixing = [self._threads.beside(_mix, weights[:, part], values, mixed[:, part]) for part in parts]
+
+    def finish(self) -> None:
+        wait(self._mixing)
+        self._mixing = []
+        if self._to_mix is not None:
+            weights, values, mixed = self._to_mix
+            self._to_mix = None
+            parts = self._threads.parts(mixed.shape[1])
+            self._threads.share(_mix, [(weights[:, part], values, mixed[:, part]) for part in parts])
+        if self._to_divide is not None:
+            mixed, sums, out = self._to_divide
+            self._to_divide = None
+            sums = sums.clamp_min(torch.finfo(torch.float32).tiny)
+            if mixed.dtype == torch.float32:
+                torch.div(mixed, sums, out=out)
+            else:
+                out.copy_(mixed.float().div_(sums))
+
+
+def _mix(weights: Tensor, values: Tensor, out: Tensor) -> None:
+    torch.bmm(weights.to(values.dtype), values, out=out)
+
+
+class _Buffer:
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def take(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Uninitialised memory of that shape: the same as the last time, if it was enough."""
+        numbers = math.prod(shape)
+        if numbers > self._memory.numel() or dtype != self._memory.dtype:
+            self._memory = torch.empty(numbers, dtype=dtype)
+        return self._memory[:numbers].view(shape)
