@@ -305,16 +305,107 @@ def test_kernel_drops_the_lower_of_equals() -> None:
 
 
 @kernels
-def test_kernel_in_a_model() -> None:
-    """Grouped queries, a left-padded row, chunks that do not divide the text, by name."""
-    model = tiny("llama").to(DEVICE)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("name", ["tova", "h2o"])
+def test_kernels_put_a_raw_product_through(name: str, softcap: float | None) -> None:
+    """Scaling and soft capping are left to the kernels: the decisions are those on finished logits."""
+    from tova.scan import gpu
+
+    made, case = random_chunk(*POLICIES[name], 3, steps=9, head_sinks=True)
+    right, walked, rounds = copy_of(case), copy_of(case), copy_of(case)
+    for raw in (walked, rounds):
+        raw.scaling, raw.softcap = 0.7, softcap
+    exact = right.logits.double() * 0.7
+    right.logits = (exact if softcap is None else softcap * (exact / softcap).tanh()).float()
+    finished = copy_of(walked).cooked()
+    torch.testing.assert_close(finished.logits, right.logits, rtol=1e-5, atol=1e-5)
+    assert (finished.scaling, finished.softcap) == (1.0, None)
+    weights, sums, last = reference.scan(made, right)
+    assert (gpu.decide(made, walked) == last).all()
+    assert (fixed_point.decide(made, rounds) == last).all()
+    my_weights, my_sums = gpu.weights_under(walked, last)
+    torch.testing.assert_close(my_weights, weights, rtol=0, atol=1e-5)
+    torch.testing.assert_close(my_sums, sums, rtol=1e-5, atol=1e-5)
+
+
+# name -> batch, query heads, key/value heads, kept sets, kept, steps, query size, value size
+ATTENDED = {
+    "heads grouped": (2, 4, 2, 1, 20, 21, 16, 16),
+    "a set per head, odd sizes": (1, 4, 2, 2, 5, 40, 24, 12),
+    "nothing kept": (1, 2, 1, 1, 0, 33, 8, 8),
+    "one query": (2, 2, 2, 1, 40, 1, 32, 32),
+}
+
+
+# The interpreter multiplies the bits of bfloat16 as if they were integers.
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("options", [{}, dict(softcap=2.0), dict(sinks=True)], ids=["plain", "softcap", "sinks"])
+@pytest.mark.parametrize("shape", ATTENDED)
+def test_fused_kernel_is_masked_attention(shape: str, options: dict, dtype: torch.dtype, monkeypatch) -> None:
+    """Beside the formula in float64, over several tiles, in the strides a model gives; a query may see nothing."""
+    from tova import fused
+    from tova.scan import gpu
+
+    monkeypatch.setattr(fused, "launch", gpu.Launch(attend_rows=16, attend_columns=16))
+    batch, heads, groups, sets, kept, steps, size, width = ATTENDED[shape]
+    random = torch.Generator().manual_seed(1)
+    candidates = kept + steps
+    query = torch.randn(batch, steps, heads, size, generator=random).to(DEVICE, dtype).transpose(1, 2)
+    key = torch.randn(batch, groups, candidates, size, generator=random).to(DEVICE, dtype)
+    value = torch.randn(batch, candidates, groups, width, generator=random).to(DEVICE, dtype).transpose(1, 2)
+    index, step = torch.arange(candidates), torch.arange(steps)[:, None]
+    last = torch.randint(-1, steps + 1, (batch * sets, candidates), generator=random)
+    seen = ((index <= kept + step) & (last[:, None] >= step)).view(batch, sets, 1, steps, candidates).to(DEVICE)
+    sinks = torch.randn(batch * sets, heads // sets, generator=random).to(DEVICE) if "sinks" in options else None
+    softcap = options.get("softcap")
+    repeat = heads // groups
+    logits = 0.4 * query.double() @ key.double().repeat_interleave(repeat, 1).transpose(2, 3)
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    logits = logits.view(batch, sets, heads // sets, steps, candidates).masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        beside = sinks.double().view(batch, sets, heads // sets, 1, 1).expand(-1, -1, -1, steps, 1)
+        weights = torch.cat([logits, beside], -1).softmax(-1)[..., :-1]
+    else:
+        weights = logits.softmax(-1).nan_to_num(0.0)
+    expected = weights.view(batch, heads, steps, candidates) @ value.double().repeat_interleave(repeat, 1)
+    whole = torch.full((batch, heads, steps + 3, width), float("nan"), dtype=dtype, device=DEVICE)
+    out = whole[:, :, 1 : steps + 1]
+    fused.attend(query, key, value, last.to(DEVICE), kept, out, scaling=0.4, softcap=softcap, sinks=sinks)
+    assert (out.double() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
+    assert whole[:, :, 0].isnan().all()
+    assert whole[:, :, steps + 1 :].isnan().all()
+
+
+@kernels
+@pytest.mark.parametrize("scan", ["gpu", "fixed_point"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_kernel_in_a_model(name: str, scan: str, monkeypatch) -> None:
+    """Grouped queries, soft capping, windows, sinks, a left-padded row, chunks that do not divide the text."""
+    from tova import fused
+
+    calls = [0]
+    attend = fused.attend
+
+    def counting(*arguments, **named):
+        calls[0] += 1
+        attend(*arguments, **named)
+
+    monkeypatch.setattr(fused, "attend", counting)
+    model = tiny(name).to(DEVICE)
     ids, padding = tokens(length=30), [7, 0]
     made = policies.make("tova", budget=12)
     right = EvictingCache(made, scan="reference")
-    cache = EvictingCache(made, scan="gpu", chunk=16)
+    cache = EvictingCache(made, scan=scan, chunk=16)
     with DEVICE:
         expected = forward(model, ids.to(DEVICE), right, padding)
+        assert calls == [0]
         logits = forward(model, ids.to(DEVICE), cache, padding)
+    assert calls == [2 * model.config.num_hidden_layers]
     assert (cache.evicted_at == right.evicted_at).all()
     assert (logits - expected)[:, 8:].abs().max() < 1e-3
 
@@ -370,7 +461,7 @@ def test_benchmark_runs_from_end_to_end(tmp_path, monkeypatch, capsys) -> None:
     assert {name: part["ended"] for name, part in result["parts"].items()} == dict.fromkeys(result["parts"], "ok")
     assert not [row for row in result["rows"] if "error" in row]
     parts = {row["part"] for row in result["rows"]}
-    assert parts >= {"card", "decisions", "layer", "long", "decode"}
+    assert parts >= {"card", "decisions", "layer", "long", "rows", "decode"}
     assert sum(row["different"] for row in result["rows"] if row["part"] == "decisions") == 0
     page = (tmp_path / "out/bench_gpu.md").read_text()
     for word in ("driver", "torch 2", "transformers", "the figures mean nothing"):

@@ -13,6 +13,7 @@ import tova
 from tova import EvictingCache, band, policies, products
 from tova.measures import AttentionMeasures, token_nll
 from tova.replay import Attention
+from tova.scan import reference
 from tova.threads import team
 
 
@@ -119,7 +120,7 @@ def test_products_of_a_team(threads, count: int, softcap: float | None, dtype: t
     attention = Attention(0.3, softcap)
     expected, out = [], []
     with team() as together:
-        shared = products.Shared(attention, together, overlap=overlap)
+        shared = products.Shared(attention, reference.scan, together, overlap=overlap)
         for chunk, candidates in enumerate((5, 9, 12, 12, 12, 7)):
             steps = 5 if chunk < 5 else 2
             query, key, value = (

@@ -20,11 +20,17 @@ if TYPE_CHECKING:
     from tova.attention import enable
     from tova.cache import EvictingCache
     from tova.errors import UsageError
+    from tova.graphs import DecodeGraph
 
-_HOMES = {"EvictingCache": "tova.cache", "enable": "tova.attention", "UsageError": "tova.errors"}
+_HOMES = {
+    "DecodeGraph": "tova.graphs",
+    "EvictingCache": "tova.cache",
+    "UsageError": "tova.errors",
+    "enable": "tova.attention",
+}
 _MODULES = ("attention", "cache", "measures", "observers", "policies", "replay", "scan", "simulation", "trace")
 
-__all__ = ["EvictingCache", "UsageError", "attention", "cache", "enable", "measures", "observers"]
+__all__ = ["DecodeGraph", "EvictingCache", "UsageError", "attention", "cache", "enable", "measures", "observers"]
 __all__ += ["policies", "replay", "scan", "simulation", "trace"]
 
 

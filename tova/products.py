@@ -1,8 +1,9 @@
-"""The two matrix products of a chunk, queries times keys and weights times values, shared among threads.
+"""What is computed for a chunk, in three ways: by torch, shared among threads, or by kernels that write no weights.
 
-A scan takes steps one by one, on one core, so the values of a chunk are mixed by helpers while the next chunk is
-scanned. Parts are cut before they are handed out and are one call each: threads that have to wait for each other's
-Python would gain nothing. Buffers are used again and again, since fresh ones cost as much as filling them.
+:class:`Alone` runs anywhere. :class:`Shared` is for CPUs: a scan takes steps one by one, on one core, so the values of
+a chunk are mixed by helpers while the next chunk is scanned. Parts are cut before they are handed out and are one call
+each, since threads that wait for each other's Python would gain nothing; buffers are used again and again, since
+fresh ones cost as much as filling them. :class:`Fused` is for GPUs with Triton.
 """
 
 from __future__ import annotations
@@ -17,18 +18,31 @@ from torch import Tensor
 from tova.threads import Team, wait
 
 if TYPE_CHECKING:
+    from tova.policies import Policy
     from tova.replay import Attention
+    from tova.scan import Chunk, Decide, Scan
 
 
 class Products(Protocol):
-    """Shapes as in :mod:`tova.replay`."""
+    """Shapes as in :mod:`tova.replay`.
+
+    Attributes:
+        scaling, softcap: what the logits still have to be put through; see :class:`tova.scan.Chunk`.
+    """
+
+    scaling: float
+    softcap: float | None
 
     def logits(self, query: Tensor, key: Tensor) -> Tensor:
-        """float32 [B, H, C, N]; may be overwritten until the call after next."""
+        """[B, H, C, N]; the memory is used again at the call after next."""
         ...
 
-    def mix(self, weights: Tensor, sums: Tensor, value: Tensor, out: Tensor) -> None:
-        """Into ``out`` [B, H, C, D], at the latest when :meth:`finish` returns: values [B, K, N, D] under weights."""
+    def attend(self, policy: Policy, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Tensor:
+        """Scan the chunk and write into ``out`` [B, H, C, E], at the latest when :meth:`finish` returns.
+
+        Returns:
+            ``last`` int64 [R, N]; see :class:`tova.scan.Scan`.
+        """
         ...
 
     def finish(self) -> None: ...
@@ -37,11 +51,21 @@ class Products(Protocol):
 class Alone:
     """By torch, at once; on any device."""
 
-    def __init__(self, attention: Attention) -> None:
+    scaling: float = 1.0
+    softcap: float | None = None
+
+    def __init__(self, attention: Attention, scan: Scan) -> None:
         self._attention = attention
+        self._scan = scan
 
     def logits(self, query: Tensor, key: Tensor) -> Tensor:
         return self._attention.logits(query, key)
+
+    def attend(self, policy: Policy, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Tensor:
+        weights, sums, last = self._scan(policy, chunk)
+        shape = query.shape[:3]
+        self.mix(weights.view(*shape, -1), sums.view(*shape, 1), value, out)
+        return last
 
     def mix(self, weights: Tensor, sums: Tensor, value: Tensor, out: Tensor) -> None:
         out.copy_(self._attention.mix(weights, sums, value))
@@ -50,15 +74,48 @@ class Alone:
         pass
 
 
-class Shared:
+class Fused:
+    """By kernels: the scan only decides, and the masked attention is computed anew from queries, keys and values."""
+
+    def __init__(self, attention: Attention, decide: Decide) -> None:
+        self._attention = attention
+        self._decide = decide
+        self.scaling, self.softcap = attention.scaling, attention.softcap
+
+    @staticmethod
+    def supports(query: Tensor, value: Tensor) -> bool:
+        from tova.fused import WIDEST
+
+        return max(query.shape[-1], value.shape[-1]) <= WIDEST
+
+    def logits(self, query: Tensor, key: Tensor) -> Tensor:
+        batch, heads, steps, size = query.shape
+        groups, candidates = key.shape[1:3]
+        grouped = query.reshape(batch, groups, heads // groups * steps, size)
+        return (grouped @ key.transpose(-1, -2)).view(batch, heads, steps, candidates)
+
+    def attend(self, policy: Policy, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Tensor:
+        from tova.fused import attend
+
+        last = self._decide(policy, chunk)
+        attend(
+            query, key, value, last, chunk.kept, out, scaling=self.scaling, softcap=self.softcap, sinks=chunk.sinks
+        )  # fmt: skip
+        return last
+
+    def finish(self) -> None:
+        pass
+
+
+class Shared(Alone):
     """By the threads of a team, on the CPU.
 
     Args:
         overlap: leave the mixing to the helpers meanwhile; without it all threads share it at once.
     """
 
-    def __init__(self, attention: Attention, threads: Team, *, overlap: bool) -> None:
-        self._attention = attention
+    def __init__(self, attention: Attention, scan: Scan, threads: Team, *, overlap: bool) -> None:
+        super().__init__(attention, scan)
         self._threads = threads
         self._overlap = overlap
         # Helpers are at the values of one chunk while the next is scanned.

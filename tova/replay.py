@@ -28,8 +28,8 @@ from tova import band
 from tova.errors import UsageError
 from tova.policies import Full, Policy, Slots, Tokens
 from tova.policies.base import admit, choose, new_records, observe
-from tova.products import Alone, Products, Shared
-from tova.scan import Chunk, Scan, reference
+from tova.products import Alone, Fused, Products, Shared
+from tova.scan import Chunk, Scan, deciding, reference
 from tova.scan.reference import head_average, softmax
 from tova.threads import Team, team
 
@@ -335,6 +335,13 @@ class _Call:
         """How many an eviction within the call leaves."""
         return self.policy.remains(0)
 
+    def held_after(self, held: int, steps: int) -> int:
+        """How many are held ``steps`` tokens after ``held`` are, no row having holes of its own."""
+        if held + steps < self.trigger:
+            return held + steps
+        since = held + steps - self.trigger
+        return self.remains + since % (self.trigger - self.remains)
+
     def features(self, key: Tensor, value: Tensor, positions: Tensor, sets: int) -> dict[str, Tensor]:
         """The policy's features of new tokens, [R, T] by name."""
         if not self.policy.wants_features:
@@ -370,6 +377,15 @@ class _Call:
         return torch.where(sink, self.attention.logits(moved, keys), logits)
 
 
+def _products(query: Tensor, value: Tensor, call: _Call, scan: Scan, threads: Team | None, rows: int) -> Products:
+    decide = deciding(scan, query.device)
+    if decide is not None and not call.policy.reindexes and Fused.supports(query, value):
+        return Fused(call.attention, decide)
+    if threads is None:
+        return Alone(call.attention, scan)
+    return Shared(call.attention, scan, threads, overlap=rows == 1)
+
+
 def _chunks(
     query: Tensor,
     key: Tensor,
@@ -388,7 +404,7 @@ def _chunks(
     rows = batch * sets
     out = query.new_empty(batch, heads, steps, value.shape[-1])
     _into_position_order(state)
-    products: Products = Alone(attention) if threads is None else Shared(attention, threads, overlap=rows == 1)
+    products = _products(query, value, call, scan, threads, rows)
     for begin in range(0, steps, chunk):
         end = min(begin + chunk, steps)
         size = end - begin
@@ -406,7 +422,7 @@ def _chunks(
             allowed = visibility.block(columns, (slots.positions + state.start).view(batch, sets, -1))
             allowed = allowed.expand(batch, sets, size, kept + size).reshape(rows, size, kept + size)
         in_chunk = None if real is None else real[:, begin:end]
-        weights, sums, last = scan(
+        last = products.attend(
             policy,
             Chunk(
                 logits=logits.view(rows, heads // sets, size, kept + size),
@@ -419,10 +435,14 @@ def _chunks(
                 sinks=attention.sinks_of(batch, sets),
                 dtype=query.dtype,
                 threads=threads,
+                scaling=products.scaling,
+                softcap=products.softcap,
             ),
+            query[:, :, begin:end],
+            keys,
+            values,
+            out[:, :, begin:end],
         )
-        weights, sums = weights.view(batch, heads, size, -1), sums.view(batch, heads, size, 1)
-        products.mix(weights, sums, values, out[:, :, begin:end])
         if state.log is not None:
             joined = torch.nn.functional.pad(state.slots.held, (0, size), value=True)
             if in_chunk is not None:
@@ -430,7 +450,7 @@ def _chunks(
             state.log.write(slots.positions + state.start, state.seen + last, joined & (last < size))
         state.seen += size
         state.slots, state.keys, state.values = slots, keys, values
-        _compact(state, policy)
+        _compact(state, policy, call.held_after(state.most, size))
     products.finish()
     if call.one_shot:
         _evict_once(state, policy)
@@ -447,7 +467,7 @@ def _evict_once(state: LayerState, policy: Policy) -> None:
     slots.held = slots.held & ~dropped
     if state.log is not None:
         state.log.write(slots.positions + state.start, state.seen - 1, dropped)
-    _compact(state, policy)
+    _compact(state, policy, int(slots.count.max()))
 
 
 def _with_newcomers(policy: Policy, slots: Slots, positions: Tensor, features: dict[str, Tensor]) -> Slots:
@@ -467,21 +487,21 @@ def _with_newcomers(policy: Policy, slots: Slots, positions: Tensor, features: d
     )
 
 
-def _compact(state: LayerState, policy: Policy) -> None:
-    """Keep only the survivors among the candidates, in the order they are in."""
+def _compact(state: LayerState, policy: Policy, held: int) -> None:
+    """Keep only the survivors among the candidates, in the order they are in; ``held`` of them in rows not ragged."""
     slots = state.slots
     state.ordered, state.dense = True, not state.ragged
     if policy.sees_dropped:
         state.most = slots.held.shape[1]
         return
-    if state.ragged:
-        state.most = int(slots.count.max())
+    state.most = int(slots.count.max()) if state.ragged else held
+    if state.most == slots.held.shape[1]:
+        return
+    if state.ragged or slots.held.device.type != "cpu":  # where reading how many there are would mean waiting
         order = (~slots.held).to(torch.uint8).argsort(dim=-1, stable=True)[:, : state.most]
     else:
-        order = slots.held.nonzero()[:, 1].view(slots.held.shape[0], -1)
-        state.most = order.shape[1]
-    if state.most < slots.held.shape[1]:
-        _take(state, order)
+        order = slots.held.nonzero()[:, 1].view(-1, state.most)
+    _take(state, order)
 
 
 def _take(state: LayerState, order: Tensor) -> None:
@@ -520,7 +540,7 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: 
     batch, heads, _, size = query.shape
     policy, attention, visibility = call.policy, call.attention, call.visibility
     sets, step, trigger, remains = state.sets, state.seen, call.trigger, call.remains
-    position = step - state.start
+    position = state.slots.newest + 1  # a tensor like all else that differs from step to step: see tova.graphs
     _make_room(state, policy, trigger)
     slots = state.slots
     if visibility is not None:

@@ -29,7 +29,8 @@ class SideBySide(compat.Cache):
         model(ids.expand(3, -1), cache=SideBySide(caches))
         caches[1].evicted_at                        # as if run alone
 
-    On a CPU rows are taken by threads, as many as torch has, each computing with one.
+    On a CPU rows are taken by threads, as many as torch has, each computing with one; on a GPU each row has a stream of
+    its own, since a scan keeps one multiprocessor busy and leaves the others free.
 
     Args:
         caches: empty ones, or all fed with the same number of tokens.
@@ -43,6 +44,7 @@ class SideBySide(compat.Cache):
         super().__init__(layer_class_to_replicate=self._new_layer)
         self.caches = tuple(caches)
         self._workers: ThreadPoolExecutor | None = None
+        self._streams: list[torch.cuda.Stream] = []
 
     def _new_layer(self) -> _Layer:
         return _Layer(self, len(self.layers))
@@ -66,8 +68,10 @@ class SideBySide(compat.Cache):
         return sum(cache.nbytes for cache in self.caches)
 
     def over_rows(self, work: Callable[[int], Tensor], device: torch.device) -> list[Tensor]:
-        """``work(r)`` for every row, on the CPU in threads."""
+        """``work(r)`` for every row: on the CPU in threads, on a GPU in streams."""
         rows = range(len(self.caches))
+        if device.type == "cuda" and len(rows) > 1:
+            return self._in_streams(work, device)
         threads = torch.get_num_threads()
         if device.type != "cpu" or threads == 1 or len(rows) == 1:
             return [work(r) for r in rows]
@@ -80,6 +84,21 @@ class SideBySide(compat.Cache):
                 return work(r)
 
         return list(self._workers.map(one, rows))
+
+    def _in_streams(self, work: Callable[[int], Tensor], device: torch.device) -> list[Tensor]:
+        # A row's memory belongs to its stream. Streams wait for the caller's before they begin, and it for them in the
+        # end, so none of it is used again before it has been read.
+        if not self._streams:
+            self._streams = [torch.cuda.Stream(device) for _ in self.caches]
+        current = torch.cuda.current_stream(device)
+        results = []
+        for r, stream in enumerate(self._streams):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                results.append(work(r))
+        for stream in self._streams:
+            current.wait_stream(stream)
+        return results
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if key_states.shape[0] != len(self.caches):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from tova.policies import Policy
 
-SECONDS = {"card": 30, "decisions": 80, "launch": 70, "layer": 130, "long": 60, "decode": 210}
+SECONDS = {"card": 20, "decisions": 70, "launch": 60, "layer": 120, "long": 50, "rows": 50, "decode": 210}
 """The parts, and the seconds each is given: under 10 minutes in all."""
 NEAR = 1e-5
 """Two lowest scores closer than this (relative) are a near-tie: float32 does not resolve which is lower."""
@@ -365,6 +365,52 @@ def _layer(shape: Shape, device: torch.device, batch: int, tokens: int, *, profi
             yield row
 
 
+def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
+    """Runs that share model and text as rows of one batch, beside the same runs one after another."""
+    import torch
+
+    import tova
+    from tova import EvictingCache, policies
+    from tova.compat import cache_argument
+    from tova.rows import SideBySide
+
+    model = tova.enable(_model(shape, device, layers=1).model)
+    name = cache_argument(model)
+    x = torch.randn(1, shape.tokens, shape.hidden, device=device, dtype=getattr(torch, shape.dtype))
+    recent = dict(recent_window=max(1, shape.budget // 32))
+    options: dict[str, dict[str, Any]] = {"tova": {}, "h2o": recent, "scissorhands": recent, "snapkv": recent}
+    made = [
+        policies.make(policy, budget=budget, **parameters)
+        for policy, parameters in options.items()
+        for budget in (shape.budget // 2, shape.budget)
+    ]
+
+    def read(embedded: Tensor, cache: Any) -> None:
+        model(inputs_embeds=embedded, use_cache=True, **{name: cache})
+
+    row: Row = {"cells": len(made), "tokens": shape.tokens}
+    with _reported(row), torch.inference_mode():
+        alone = [EvictingCache(policy) for policy in made]
+        together = [EvictingCache(policy) for policy in made]
+        for cache in alone:
+            read(x, cache)
+        read(x.expand(len(made), -1, -1), SideBySide(together))
+        row["decisions"] = sum(cache.evicted_at.numel() for cache in alone)
+        row["different"] = sum(int((a.evicted_at != b.evicted_at).sum()) for a, b in zip(alone, together, strict=True))
+
+        def one_by_one() -> None:
+            for policy in made:
+                read(x, EvictingCache(policy, log=False))
+
+        def side_by_side() -> None:
+            read(x.expand(len(made), -1, -1), SideBySide([EvictingCache(policy, log=False) for policy in made]))
+
+        row["alone_seconds"] = _median(one_by_one, device, shape.repetitions)
+        row["seconds"] = _median(side_by_side, device, shape.repetitions)
+        row["ratio"] = row["seconds"] / row["alone_seconds"]
+    yield row
+
+
 def decode(shape: Shape, device: torch.device) -> Iterator[Row]:
     """Tokens per second of the whole model, decoding ``length`` tokens from nothing, timed at places along them."""
     import torch
@@ -386,6 +432,10 @@ def decode(shape: Shape, device: torch.device) -> Iterator[Row]:
             places, graph = _decode_places(shape, model, device, budget, batch)
             held = [min(t, budget or t) for t in range(shape.length)]
             seconds = _integrate(places, held)
+            if "graph_seconds" in graph:  # a full cache is decoded as a graph, one that fills up as usual
+                filling = _integrate(places, [n for n in held if n < (budget or 0)])
+                full = sum(n == budget for n in held) * graph["graph_seconds"]
+                graph["graph_tokens_per_second"] = batch * shape.length / (filling + full)
             bound = sum(
                 max(
                     (parameters * size + batch * n * shape.layers * 2 * shape.hidden * size) / bandwidth,
@@ -397,7 +447,7 @@ def decode(shape: Shape, device: torch.device) -> Iterator[Row]:
                 "places": places,
                 "tokens_per_second": batch * shape.length / seconds,
                 "bound_tokens_per_second": batch * shape.length / bound,
-                "of_bound": bound / seconds,
+                "of_bound": bound * max(graph.get("graph_tokens_per_second", 0.0) / batch / shape.length, 1 / seconds),
                 "bytes": _peak(device),
                 **graph,
             }
@@ -414,7 +464,7 @@ def _decode_places(
     import torch
     from transformers import DynamicCache
 
-    from tova import EvictingCache, policies
+    from tova import DecodeGraph, EvictingCache, policies
     from tova.compat import cache_argument
 
     name = cache_argument(model)
@@ -442,31 +492,18 @@ def _decode_places(
     graph: Row = {}
     if device.type == "cuda" and budget is not None:
         try:
-            graph["graph_seconds"] = _as_graph(functools.partial(model, input_ids=ids[:, :1], use_cache=True,
-                                                                 **{name: cache}), device)  # fmt: skip
+            step = DecodeGraph(model, cache)
+            for _ in range(5):  # until it is recorded
+                step(ids[:, :1])
+            graph["graph_seconds"] = _median(lambda: step(ids[:, :1]), device, 5)
         except Exception as e:
-            graph["graph_error"] = str(e).splitlines()[0][:200]
+            graph["graph_error"] = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
     return found, graph
 
 
-def _as_graph(step: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a step recorded as a CUDA graph: the same work each time it is replayed, without launching it."""
-    import torch
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return _median(graph.replay, device, 5)
-
-
 PARTS: dict[str, Callable[[Shape, Any], Iterator[Row]]] = {
-    "card": card, "decisions": decisions, "launch": launch, "layer": layer, "long": long, "decode": decode,
+    "card": card, "decisions": decisions, "launch": launch, "layer": layer, "long": long, "rows": rows,
+    "decode": decode,
 }  # fmt: skip
 
 
@@ -701,6 +738,11 @@ def markdown(result: dict[str, Any]) -> str:
     }
     table("layer", "One layer: replay beside full attention", replays | longest)
     table("long", "One long sequence", replays)
+    table("rows", "Runs as rows of one batch, beside one after another", {
+        "runs": lambda r: r["cells"], "tokens": lambda r: r["tokens"], "decisions": lambda r: r["decisions"],
+        "different": lambda r: r["different"], "ms one after another": lambda r: 1e3 * r["alone_seconds"],
+        "ms as rows": lambda r: 1e3 * r["seconds"], "of one after another": lambda r: r["ratio"],
+    })  # fmt: skip
     full = [r["tokens_per_second"] for r in rows if r["part"] == "decode" and r["budget"] is None and "error" not in r]
     table("decode", "Decoding", {
         "budget": lambda r: r["budget"] or "full", "batch": lambda r: r["batch"], "length": lambda r: r["length"],
@@ -709,11 +751,15 @@ def markdown(result: dict[str, Any]) -> str:
         "GB": lambda r: r["bytes"] / 1e9,
         "ms a step: held": lambda r: ", ".join(f"{1e3 * s:.1f}: {n}" for n, s in r["places"]),
         "as a graph, ms": lambda r: 1e3 * r["graph_seconds"] if "graph_seconds" in r else r["graph_error"],
+        "tokens/s with the graph": lambda r: r["graph_tokens_per_second"],
+        "of the full cache with it": lambda r: r["graph_tokens_per_second"] / full[0],
     })  # fmt: skip
     lines += [
         "",
         "Near-tie: the two lowest scores of a step are within 1e-5 of each other. Bound: the larger of bytes (weights "
-        "and cache) over the copy's rate and operations over the product's. A graph repeats one step of a full cache.",
+        "and cache) over the copy's rate and operations over the product's; the share of it is the better way's. With "
+        "the graph: a full cache is decoded by tova.DecodeGraph, one that still fills up as usual. The full cache is "
+        "transformers' DynamicCache.",
     ]
     return "\n".join(lines)
 

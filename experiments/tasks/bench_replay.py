@@ -52,7 +52,7 @@ class BenchReplay:
 
     started: str
     lengths: Sequence[int] = (4096, 8192)
-    policies: Sequence[str] = ("window",)
+    policies: Sequence[str] = ("window", "streaming_llm")
     repetitions: int = 3
     measures: bool = True
     places: int = 5

@@ -319,7 +319,7 @@ def choose(policy: Policy, slots: Slots, excess: Tensor | int, most: int | None 
         tied = candidates & (score == score.amin(-1, keepdim=True))
         slot = slots.positions.masked_fill(~tied, torch.iinfo(torch.int64).max).argmin(-1, keepdim=True)
         first = torch.zeros_like(candidates).scatter(-1, slot, True)
-        return first & candidates & (torch.as_tensor(excess, device=slot.device) > 0)
+        return first & candidates & (excess > 0)
     order, _ = slots.in_position_order()
     by_score = order.gather(-1, score.gather(-1, order).argsort(dim=-1, stable=True))
     rank = by_score.argsort(dim=-1)

@@ -7,8 +7,10 @@ alike. :func:`select` picks one.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +41,8 @@ class Chunk:
         real: bool [R, C], False where the chunk's token is padding; None if none is.
         sinks: float32 [R, H_g], a logit per head that only adds to the sum of weights (GPT-OSS); None without.
         dtype: the model's, to which some policies round weights.
+        scaling, softcap: what the logits still have to be put through, ``softcap * tanh(logits * scaling / softcap)``;
+            other than the defaults only for the scans that read a raw product themselves (see :func:`deciding`).
         threads: to share the rows among, None if the caller is alone.
     """
 
@@ -52,6 +56,17 @@ class Chunk:
     sinks: Tensor | None = None
     dtype: torch.dtype = torch.float32
     threads: Team | None = None
+    scaling: float = 1.0
+    softcap: float | None = None
+
+    def cooked(self) -> Chunk:
+        """The same with logits in float32 that need nothing done to them; its slots are these very ones."""
+        logits = self.logits.float()
+        if self.scaling != 1.0:
+            logits = logits * self.scaling
+        if self.softcap is not None:
+            logits = (logits / self.softcap).tanh() * self.softcap
+        return dataclasses.replace(self, logits=logits, scaling=1.0, softcap=None)
 
 
 class Scan(Protocol):
@@ -65,6 +80,26 @@ class Scan(Protocol):
             step of the chunk (0-based) that saw the candidate, C if it survives, -1 if the chunk never saw it.
         """
         ...
+
+
+class Decide(Protocol):
+    """What a scan decides, without weights; the chunk's slots move on, and its logits may be a raw product."""
+
+    def __call__(self, policy: Policy, chunk: Chunk) -> Tensor:
+        """``last`` int64 [R, N] as a :class:`Scan` returns it."""
+        ...
+
+
+def deciding(scan: Scan, device: torch.device) -> Decide | None:
+    """How ``scan`` decides without making weights; None if it cannot there."""
+    if not has_triton(device):
+        return None
+    for name in ("tova.scan.gpu", "tova.scan.fixed_point"):
+        module = sys.modules.get(name)
+        if module is not None and scan is module.scan:
+            decide: Decide = module.decide
+            return decide
+    return None
 
 
 def has_triton(device: torch.device) -> bool:

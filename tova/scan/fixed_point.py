@@ -76,16 +76,27 @@ def scan(policy: Policy, chunk: Chunk, limit: int = LIMIT) -> tuple[Tensor, Tens
     Args:
         limit: rounds after which the steps not yet settled are taken one by one; the answer is the same.
     """
-    if not policy.reads_attention and chunk.allowed is None and has_closed_form(policy):
-        return *weights_under(chunk, last := closed_form(policy, chunk)), last
     if has_triton(chunk.logits.device):
         from tova.scan import gpu
 
         if gpu.fits(policy, chunk):
-            last = solve(policy, chunk, gpu.Walk(policy, chunk), limit)
+            last = decide(policy, chunk, limit)
             return *gpu.weights_under(chunk, last), last
-    last = solve(policy, chunk, _Walk(policy, chunk), limit)
+    last = decide(policy, chunk, limit)
     return *weights_under(chunk, last), last
+
+
+def decide(policy: Policy, chunk: Chunk, limit: int = LIMIT) -> Tensor:
+    """``last`` alone, int64 [R, N]. See :func:`scan`."""
+    if chunk.allowed is None and has_closed_form(policy):
+        return closed_form(policy, chunk)
+    if has_triton(chunk.logits.device):
+        from tova.scan import gpu
+
+        if gpu.fits(policy, chunk):
+            return solve(policy, chunk, gpu.Walk(policy, chunk), limit)
+    chunk = chunk.cooked()
+    return solve(policy, chunk, _Walk(policy, chunk), limit)
 
 
 class Walk(Protocol):

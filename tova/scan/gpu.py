@@ -44,12 +44,18 @@ class Launch:
         scan_warps: warps of a program that reads logits.
         walk_warps: warps of a program that walks through head-averaged weights.
         row_warps: warps of a program that works on one query.
+        attend_rows, attend_columns, attend_warps, attend_stages: queries and candidates a program of :mod:`tova.fused`
+            holds at once, its warps, and how many tiles are on their way at a time.
     """
 
     tile: int = 32768
     scan_warps: int = 16
     walk_warps: int = 4
     row_warps: int = 4
+    attend_rows: int = 64
+    attend_columns: int = 64
+    attend_warps: int = 4
+    attend_stages: int = 2
 
 
 launch = Launch()
@@ -68,17 +74,27 @@ def fits(policy: Policy, chunk: Chunk) -> bool:
 
 def scan(policy: Policy, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`tova.scan.Scan`; overwrites the logits. Weights come in the model's dtype, sums in float32."""
-    if chunk.allowed is None and fixed_point.has_closed_form(policy):
-        last = fixed_point.closed_form(policy, chunk)
-    elif not fits(policy, chunk):
-        chunk.logits = chunk.logits.float()
-        return reference.scan(policy, chunk)
-    else:
-        state = _State(policy, chunk)
-        state.go(chunk.logits, given=False)
-        state.store()
-        last = state.last
+    if not fits(policy, chunk) and needs_logits(policy, chunk):
+        return reference.scan(policy, chunk.cooked())
+    last = decide(policy, chunk)
     return *weights_under(chunk, last), last
+
+
+def decide(policy: Policy, chunk: Chunk) -> Tensor:
+    """``last`` alone, int64 [R, N]. See :class:`tova.scan.Scan`."""
+    if not needs_logits(policy, chunk):
+        return fixed_point.closed_form(policy, chunk)
+    if not fits(policy, chunk):
+        return reference.scan(policy, chunk.cooked())[2]
+    state = _State(policy, chunk)
+    state.go(chunk.logits, given=False)
+    state.store()
+    return state.last
+
+
+def needs_logits(policy: Policy, chunk: Chunk) -> bool:
+    """Whether counting alone does not say what is dropped when."""
+    return chunk.allowed is not None or not fixed_point.has_closed_form(policy)
 
 
 def weights_under(chunk: Chunk, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +116,9 @@ def weights_under(chunk: Chunk, last: Tensor) -> tuple[Tensor, Tensor]:
         heads,
         steps,
         candidates,
+        *_cooking(chunk),
         HAS_SINKS=chunk.sinks is not None,
+        HAS_SOFTCAP=chunk.softcap is not None,
         BLOCK=min(triton.next_power_of_2(candidates), 2048),
         num_warps=launch.row_warps,
     )
@@ -134,7 +152,9 @@ class Walk:
             heads,
             steps,
             candidates,
+            *_cooking(chunk),
             HAS_SINKS=chunk.sinks is not None,
+            HAS_SOFTCAP=chunk.softcap is not None,
             BLOCK_H=_heads_at_once(heads, block, 4096),
             BLOCK=block,
             num_warps=launch.row_warps,
@@ -205,6 +225,7 @@ class _State:
             heads,
             steps,
             candidates,
+            *_cooking(chunk),
             MODE=self.mode,
             IN_NUMBERS=self.record not in (None, "ring"),
             READS=policy.reads_attention,
@@ -214,6 +235,7 @@ class _State:
             HAS_ALLOWED=chunk.allowed is not None,
             HAS_REAL=chunk.real is not None,
             HAS_SINKS=chunk.sinks is not None,
+            HAS_SOFTCAP=chunk.softcap is not None,
             RECENT=min(recent, 2),
             WIDTH=slots["ring"].shape[-1] if self.record == "ring" else 1,
             POOL=getattr(policy, "pool_kernel", 1),
@@ -240,14 +262,28 @@ def _or(tensor: Tensor | None, instead: Tensor) -> Tensor:
     return instead if tensor is None else tensor.contiguous()
 
 
+def _cooking(chunk: Chunk) -> tuple[float, float]:
+    return chunk.scaling, 1.0 if chunk.softcap is None else chunk.softcap
+
+
 def _heads_at_once(heads: int, block: int, tile: int) -> int:
     return max(1, min(triton.next_power_of_2(heads), tile // block))
 
 
 @triton.jit
+def _cooked(x, scaling, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 logits of a raw product."""
+    x = x.to(tl.float32) * scaling
+    if HAS_SOFTCAP:
+        x = softcap * (1.0 - 2.0 / (tl.exp(2.0 * x / softcap) + 1.0))  # softcap * tanh(x / softcap)
+    return x
+
+
+@triton.jit
 def _head_average(  # type: ignore[no-untyped-def]
-    logits, sinks, row, step, seen, loadable, heads, steps, candidates,
-    HAS_SINKS: tl.constexpr, OTHERS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    logits, sinks, row, step, seen, loadable, heads, steps, candidates, scaling, softcap,
+    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, OTHERS: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK]: weights of one query beside what is ``seen``, averaged over heads.
 
@@ -260,8 +296,9 @@ def _head_average(  # type: ignore[no-untyped-def]
         h = first + tl.arange(0, BLOCK_H)
         there = h < heads
         at = ((row * heads + h.to(tl.int64)) * steps + step) * candidates
-        x = tl.load(logits + at[:, None] + n[None, :], mask=there[:, None] & loadable[None, :], other=-_INF)
-        x = x.to(tl.float32)
+        can = there[:, None] & loadable[None, :]
+        x = _cooked(tl.load(logits + at[:, None] + n[None, :], mask=can, other=0.0), scaling, softcap, HAS_SOFTCAP)
+        x = tl.where(can, x, -_INF)
         if OTHERS:
             top = tl.max(tl.where(seen[None, :], x, -_INF), 1)
         else:
@@ -287,10 +324,11 @@ def _head_average(  # type: ignore[no-untyped-def]
 @triton.jit
 def _scan_kernel(  # type: ignore[no-untyped-def]
     source, positions, held, last_out, numbers, scratch, feature, allowed, real, sinks, observed_at,
-    kept, trigger, remains, sink_tokens, recent, heads, steps, candidates,
+    kept, trigger, remains, sink_tokens, recent, heads, steps, candidates, scaling, softcap,
     MODE: tl.constexpr, IN_NUMBERS: tl.constexpr, READS: tl.constexpr, GIVEN: tl.constexpr, OWN: tl.constexpr,
     HAS_FEATURE: tl.constexpr, HAS_ALLOWED: tl.constexpr, HAS_REAL: tl.constexpr, HAS_SINKS: tl.constexpr,
-    RECENT: tl.constexpr, WIDTH: tl.constexpr, POOL: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, RECENT: tl.constexpr, WIDTH: tl.constexpr, POOL: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One kept set through one chunk. Candidates are in position order, so ties go to the lower index."""
     row = tl.program_id(0).to(tl.int64)
@@ -327,7 +365,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
             else:
                 attn = _head_average(
                     source, sinks, row, i, alive | newcomer, inside & (n <= m), heads, steps, candidates,
-                    HAS_SINKS, False, BLOCK_H, BLOCK,
+                    scaling, softcap, HAS_SINKS, HAS_SOFTCAP, False, BLOCK_H, BLOCK,
                 )  # fmt: skip
             # What the policy sees: the weights on what was held before the newest token joined.
             shown = tl.where(alive, attn, 0.0)
@@ -397,8 +435,8 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rows_kernel(  # type: ignore[no-untyped-def]
-    logits, last_in, sinks, out, begin, kept, heads, steps, candidates,
-    HAS_SINKS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    logits, last_in, sinks, out, begin, kept, heads, steps, candidates, scaling, softcap,
+    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One step of one kept set: its weights, summed under guessed drops, averaged over heads."""
     span = steps - begin
@@ -408,15 +446,16 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     known = (n < candidates) & (n <= kept + i)
     last = tl.load(last_in + row * candidates + n, mask=known, other=-1)
     average = _head_average(
-        logits, sinks, row, i, known & (last >= i), known, heads, steps, candidates, HAS_SINKS, True, BLOCK_H, BLOCK
-    )
+        logits, sinks, row, i, known & (last >= i), known, heads, steps, candidates, scaling, softcap,
+        HAS_SINKS, HAS_SOFTCAP, True, BLOCK_H, BLOCK,
+    )  # fmt: skip
     tl.store(out + (row * steps + i) * candidates + n, average, mask=n < candidates)
 
 
 @triton.jit
 def _weights_kernel(  # type: ignore[no-untyped-def]
-    logits, last_in, sinks, out, sums, kept, heads, steps, candidates,
-    HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, last_in, sinks, out, sums, kept, heads, steps, candidates, scaling, softcap,
+    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One query of one head: logits into undivided weights on what it saw, and their sum."""
     query = tl.program_id(0).to(tl.int64)
@@ -430,7 +469,8 @@ def _weights_kernel(  # type: ignore[no-untyped-def]
         n = first + tl.arange(0, BLOCK)
         known = (n < candidates) & (n <= kept + i)
         seen = known & (tl.load(last_in + n, mask=known, other=-1) >= i)
-        top = tl.maximum(top, tl.load(logits + n, mask=seen, other=_LOWEST).to(tl.float32))
+        x = _cooked(tl.load(logits + n, mask=seen, other=0.0), scaling, softcap, HAS_SOFTCAP)
+        top = tl.maximum(top, tl.where(seen, x, _LOWEST))
     top = tl.max(top, 0)
     if HAS_SINKS:
         sink = tl.load(sinks + query // steps)
@@ -440,7 +480,7 @@ def _weights_kernel(  # type: ignore[no-untyped-def]
         n = first + tl.arange(0, BLOCK)
         known = (n < candidates) & (n <= kept + i)
         seen = known & (tl.load(last_in + n, mask=known, other=-1) >= i)
-        x = tl.load(logits + n, mask=seen, other=-_INF).to(tl.float32)
+        x = _cooked(tl.load(logits + n, mask=seen, other=0.0), scaling, softcap, HAS_SOFTCAP)
         weight = tl.where(seen, tl.exp(x - top), 0.0)
         total += weight
         tl.store(out + n, weight.to(out.dtype.element_ty), mask=n < candidates)
