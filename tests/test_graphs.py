@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,6 +189,21 @@ def test_the_recorder_notices_what_a_graph_cannot_do() -> None:
     assert y.tolist() == [2.0, 2.0]
     with pytest.raises(AssertionError, match="would wait"), Recorder():
         x.sum().item()
+
+
+def test_as_the_readme_shows_it(on_the_cpu) -> None:
+    class Tova:
+        DecodeGraph = on_the_cpu
+
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "DecodeGraph" in b]
+    model = tiny("llama")
+    cache = EvictingCache(make("tova", budget=8), log=False)
+    with torch.no_grad():
+        model(tokens(1, 20), use_cache=True, **{cache_argument(model): cache})
+    names = {"tova": Tova, "model": model, "cache": cache, "ids": tokens(1, 1)}
+    exec(block, names)
+    assert names["logits"].shape == (1, 1, model.config.vocab_size)
 
 
 def test_refusals(on_the_cpu) -> None:

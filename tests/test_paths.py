@@ -11,6 +11,7 @@ from models import forward, tiny, tokens
 
 import tova
 from tova import EvictingCache, band, policies, products
+from tova.compat import cache_argument
 from tova.measures import AttentionMeasures, token_nll
 from tova.replay import Attention
 from tova.scan import reference
@@ -107,6 +108,17 @@ def test_threads_share_a_chunk(monkeypatch, threads, policy: str, options: dict,
     for logits, evicted_at in found[1:]:
         assert (found[0][1] == evicted_at).all()
         assert (found[0][0] - logits).abs().max() < 1e-4
+
+
+def test_threads_where_gradients_are_on(threads) -> None:
+    """The README's way: no ``no_grad`` around the call."""
+    model, ids = tiny("llama"), tokens(1, 100)
+    expected = forward(model, ids, EvictingCache(policies.make("tova", budget=20), chunk=100))
+    threads(2)
+    cache = EvictingCache(policies.make("tova", budget=20), chunk=16)
+    logits = model(ids, use_cache=True, **{cache_argument(model): cache}).logits
+    assert logits.requires_grad
+    assert (logits - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -45,7 +45,9 @@ class Products(Protocol):
         """
         ...
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """All of it is written when this returns."""
+        ...
 
 
 class Alone:

@@ -77,10 +77,10 @@ class SideBySide(compat.Cache):
             return [work(r) for r in rows]
         if self._workers is None:
             self._workers = workers(min(len(rows), threads))
-        inference = torch.is_inference_mode_enabled()
+        inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
         def one(r: int) -> Tensor:
-            with torch.inference_mode(inference):
+            with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
                 return work(r)
 
         return list(self._workers.map(one, rows))

@@ -41,11 +41,11 @@ class Team:
         self.size = size
 
     def beside(self, work: Callable[..., Any], *arguments: Any) -> Future:
-        """Do ``work`` in a helper, in the caller's inference mode."""
-        inference = torch.is_inference_mode_enabled()
+        """Do ``work`` in a helper, with or without gradients as in the caller."""
+        inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
         def run() -> Any:
-            with torch.inference_mode(inference):
+            with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
                 return work(*arguments)
 
         return self._helpers.submit(run)
