@@ -356,8 +356,20 @@ def test_what_a_benchmark_refuses(options: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         BenchDecode(started="", **options)
     if "budgets" not in options:
+        for other in (BenchSimulation, BenchReplay):
+            with pytest.raises(UsageError, match=message):
+                other(started="", **options)
+
+
+def test_what_the_replay_benchmark_refuses() -> None:
+    for options, message in (
+        (dict(lengths=[]), r"task\.lengths=\[\]: must name at least one"),
+        (dict(lengths=[4096, 1]), r"task\.lengths=\[4096, 1\]: must be integers of at least 2"),
+        (dict(steps=0), r"task\.steps=0: must be at least 1"),
+        (dict(places=-1), r"task\.places=-1: must be at least 0"),
+    ):
         with pytest.raises(UsageError, match=message):
-            BenchSimulation(started="", **options)
+            BenchReplay(started="", **options)
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------

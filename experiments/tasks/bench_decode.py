@@ -8,14 +8,21 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from experiments.tasks import Context, Row
-from experiments.tasks.bench_replay import _seconds, machine
 from experiments.tasks.perplexity import encode
+from experiments.tasks.timing import (
+    machine,
+    require,
+    require_integers,
+    require_policies,
+    require_some,
+    save,
+    seconds_of,
+)
 from tova.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,20 +70,17 @@ class BenchDecode:
     length = None
 
     def __post_init__(self) -> None:
-        check_policies(self.policies)
-        for option in ("budgets", "lengths"):
-            numbers = getattr(self, option)
-            if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in numbers):
-                raise UsageError(f"task.{option}={list(numbers)}: must be integers of at least 1")
-        if not self.budgets:
-            raise UsageError("task.budgets=[]: must name at least one")
+        require(self, repetitions=1)
+        require_some("policies", self.policies)
+        require_policies(self.policies)
+        require_some("budgets", self.budgets)
+        require_integers("budgets", self.budgets, 1)
+        require_integers("lengths", self.lengths, 1)
         if self.kvpress and importlib.util.find_spec("kvpress") is None:
             raise UsageError(
                 "task.kvpress=true: kvpress is not installed; it needs an environment of its own, with "
                 "`pip install -e . 'kvpress==0.5.5' 'transformers<5.3'`"
             )
-        if self.repetitions < 1:
-            raise UsageError(f"task.repetitions={self.repetitions}: must be at least 1")
 
     def identity(self) -> dict[str, Any]:
         return {"name": self.name, "started": self.started}
@@ -180,26 +184,6 @@ class BenchDecode:
         return table(summary)
 
 
-def check_policies(names: Sequence[str]) -> None:
-    """Raise for a name that is no policy's."""
-    from tova import policies
-
-    unknown = [name for name in names if name not in policies.POLICIES]
-    if unknown or not names:
-        raise UsageError(f"task.policies={list(names)}: must be some of {', '.join(policies.POLICIES)}")
-
-
-def save(context: Context, text: str, drawn: Figure) -> None:
-    """Put ``table.md`` and ``figure.png`` beside the cell's results."""
-    from experiments.report.figures import png
-    from experiments.store import write_atomically
-
-    folder = Path(context.cell.config["results_dir"]) / context.cell.id
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "table.md", text + "\n")
-    (folder / "figure.png").write_bytes(png(drawn))
-
-
 def table(summary: Row) -> str:
     """Milliseconds and ratios in Markdown, a row per cache."""
     steps = summary["steps"]
@@ -290,4 +274,4 @@ def _step(model: PreTrainedModel, ids: torch.Tensor, at: int, cache: Any) -> flo
     from tova.compat import cache_argument
 
     arguments = {"input_ids": ids[:, at : at + 1], "use_cache": True, cache_argument(model): cache}
-    return _seconds(lambda: model(**arguments), model)
+    return seconds_of(lambda: model(**arguments), model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,15 @@ import numpy as np
 
 from experiments.tasks import Context, Row
 from experiments.tasks.perplexity import encode
+from experiments.tasks.timing import (
+    machine,
+    require,
+    require_integers,
+    require_policies,
+    require_some,
+    save,
+    seconds_of,
+)
 from tova.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,15 +73,10 @@ class BenchReplay:
     length = None
 
     def __post_init__(self) -> None:
-        from experiments.tasks.bench_decode import check_policies
-
-        for option, least in (("repetitions", 1), ("places", 0), ("steps", 1)):
-            if getattr(self, option) < least:
-                raise UsageError(f"task.{option}={getattr(self, option)}: must be at least {least}")
-        if not self.lengths or not all(isinstance(n, int) and n >= 2 for n in self.lengths):
-            raise UsageError(f"task.lengths={list(self.lengths)}: must be integers of at least 2")
-        if self.policies:
-            check_policies(self.policies)
+        require(self, repetitions=1, places=0, steps=1)
+        require_some("lengths", self.lengths)
+        require_integers("lengths", self.lengths, 2)
+        require_policies(self.policies)
 
     def identity(self) -> dict[str, Any]:
         return {"name": self.name, "started": self.started}
@@ -81,7 +84,6 @@ class BenchReplay:
     def run(self, context: Context) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
         import torch
 
-        from experiments.tasks.bench_decode import save
         from tova import policies
 
         if self.threads is not None:
@@ -166,7 +168,7 @@ class BenchReplay:
                 model.set_attn_implementation("sdpa")
                 if what != FULL:
                     tova.enable(model)
-                timed[what].append(_seconds(one, model))
+                timed[what].append(seconds_of(one, model))
                 advance((repetition + number / len(passes)) / (self.repetitions + 1))
         return {what: seconds[1:] for what, seconds in timed.items()}
 
@@ -196,7 +198,7 @@ class BenchReplay:
                 step = []
                 for _ in range(self.steps):
                     one = functools.partial(model, input_ids=ids[:, at : at + 1], use_cache=True, **{name: cache})
-                    step.append(_seconds(one, model))
+                    step.append(seconds_of(one, model))
                     at += 1
                 out.append((int(place), statistics.median(step)))
         tova.enable(model)
@@ -322,39 +324,7 @@ def figure(summary: Row) -> Figure:
     return drawn
 
 
-def _seconds(run: Callable[[], Any], model: PreTrainedModel) -> float:
-    import torch
-
-    cuda = model.device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(model.device)
-    started = time.perf_counter()
-    run()
-    if cuda:
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter() - started
-
-
 def _integrate(steps: list[tuple[int, float]], tokens: int) -> float:
     """Seconds for all ``tokens`` steps, linear between the places timed and level outside them."""
     places = [float(place) for place, _ in steps]
     return float(np.interp(np.arange(tokens), places, [seconds for _, seconds in steps]).sum())
-
-
-def machine(model: PreTrainedModel) -> str:
-    """What it ran on."""
-    import torch
-
-    if model.device.type == "cuda":
-        name = torch.cuda.get_device_name(model.device)
-    else:
-        name = f"{_processor()}, {torch.get_num_threads()} threads"
-    return f"{name}, torch {torch.__version__}, {str(model.dtype).removeprefix('torch.')}"
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as f:
-            return next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

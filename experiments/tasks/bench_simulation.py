@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.tasks import Context, Row
-from experiments.tasks.bench_decode import check_policies, save
-from experiments.tasks.bench_replay import _processor
-from tova.errors import UsageError
+from experiments.tasks.timing import processor, require, require_policies, require_some, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,10 +54,9 @@ class BenchSimulation:
     needs_reference = False
 
     def __post_init__(self) -> None:
-        check_policies(self.policies)
-        for option, least in (("budget", 1), ("tokens", 2), ("repetitions", 1)):
-            if getattr(self, option) < least:
-                raise UsageError(f"task.{option}={getattr(self, option)}: must be at least {least}")
+        require(self, budget=1, tokens=2, repetitions=1)
+        require_some("policies", self.policies)
+        require_policies(self.policies)
 
     @property
     def length(self) -> int:
@@ -108,7 +105,7 @@ class BenchSimulation:
             "table_seconds": table_seconds,
             "warm_up_seconds": warm_up,
             "repetitions": self.repetitions,
-            "machine": _processor(),
+            "machine": processor(),
             "started": self.started,
         }
         save(context, table(row), figure(row))
