@@ -350,3 +350,22 @@ def test_a_static_cache_still_works(llama) -> None:
         for t in range(30, 40):
             parts.append(llama(input_ids=ids[:, t : t + 1], use_cache=True, **{cache_argument(llama): cache}).logits)
     assert (torch.cat(parts, 1) - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_autocast(name: str) -> None:
+    """As with SDPA, attention is in autocast's dtype; a prompt and then a token at a time give what one pass gives."""
+    model, ids = tiny(name), tokens(1, 60)
+    argument = cache_argument(model)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        own = model(ids, use_cache=False).logits.float()
+        whole = EvictingCache(policies.make("tova", budget=100))
+        assert (model(ids, use_cache=True, **{argument: whole}).logits.float() - own).abs().max() < 1.0
+        assert whole.layers[0].state.keys.dtype == whole.layers[0].state.values.dtype == torch.bfloat16
+        cache = EvictingCache(policies.make("tova", budget=100))
+        model(ids[:, :50], use_cache=True, **{argument: cache})
+        for t in range(50, 60):
+            last = model(ids[:, t : t + 1], use_cache=True, **{argument: cache}).logits[:, -1].float()
+        assert (last - own[:, -1]).abs().max() < 1.0
+    with torch.no_grad(), pytest.raises(UsageError, match=r"autocast must be on, or off, all along a text"):
+        model(ids[:, :1], use_cache=True, **{argument: cache})

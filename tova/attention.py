@@ -211,8 +211,14 @@ def _outside_graphs(
 ) -> Tensor:
     """What a compiled model must not look into: it depends on numbers that change at every step."""
     rule = _rule_of(mask, layer.get_seq_length() + query.shape[2])
+    device = query.device.type
     with torch.no_grad():
-        return layer.attend(module, query, key, value, how, rule)
+        if not torch.is_autocast_enabled(device):
+            return layer.attend(module, query, key, value, how, rule)
+        # What autocast does for scaled_dot_product_attention: all three in its dtype, whatever theirs.
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+        with torch.autocast(device, enabled=False):
+            return layer.attend(module, query, key, value, how, rule)
 
 
 class _Undifferentiable(torch.autograd.Function):

@@ -282,9 +282,19 @@ def replay(
 
     Returns:
         [B, H, T, D]; rows of padding queries are zero.
+
+    Raises:
+        UsageError: dtypes differ, or the policy and the layer do not go together.
     """
     batch, _, steps, _ = query.shape
     sets = state.sets
+    dtypes = [x.dtype for x in (query, key, value, state.keys, state.values)]
+    if len(set(dtypes)) > 1:
+        new, held = (", ".join(str(d).removeprefix("torch.") for d in some) for some in (dtypes[:3], dtypes[3:]))
+        raise UsageError(
+            f"queries, keys and values must be of one dtype, that of what the cache holds ({held}), got {new}; autocast "
+            "must be on, or off, all along a text"
+        )
     if real is not None:
         real = real.repeat_interleave(sets, 0)
         starting = state.start == state.seen

@@ -115,6 +115,9 @@ def step(
     old = None if plan.feature is None else slots.features[plan.feature]
     log = None if state.log is None else state.log.evicted_at
     sinks = None if attention.sinks is None else attention.sinks.detach().float().contiguous()
+    # Addresses are handed on: anything else would be read and written as if it were this.
+    for tensor in (query, key, value, state.keys, state.values, record, old, feature, sinks):
+        assert tensor is None or tensor.dtype == torch.float32
     for tensor in (state.keys, state.values, slots.positions, slots.held, slots.observed, slots.newest, record, old):
         assert tensor is None or tensor.is_contiguous()
     split = batch * groups * used * size >= _MANY and torch.get_num_threads() >= _THREADS
