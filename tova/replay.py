@@ -292,8 +292,8 @@ def replay(
     if len(set(dtypes)) > 1:
         new, held = (", ".join(str(d).removeprefix("torch.") for d in some) for some in (dtypes[:3], dtypes[3:]))
         raise UsageError(
-            f"queries, keys and values must be of one dtype, that of what the cache holds ({held}), got {new}; autocast "
-            "must be on, or off, all along a text"
+            f"queries, keys and values must be of one dtype, that of what the cache holds ({held}), got {new}: "
+            "autocast must be on, or off, all along a text"
         )
     if real is not None:
         real = real.repeat_interleave(sets, 0)
