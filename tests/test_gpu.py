@@ -267,6 +267,17 @@ def test_fixed_point_on_kernels(policy: str, chunk: str, monkeypatch) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("chunk", ["full cache", "everything", "one step"])
+def test_kernel_reads_a_step_ahead(chunk: str, monkeypatch) -> None:
+    from tova.scan import gpu
+
+    monkeypatch.setattr(gpu, "launch", gpu.Launch(ahead=True))
+    for policy in ("tova", "snapkv"):
+        made, case = random_chunk(*POLICIES[policy], 4, **dict(steps=9) | CHUNKS[chunk])
+        check_like_reference(gpu.scan, made, case)
+
+
+@kernels
 @pytest.mark.parametrize("heads_at_once", [1, 2, 4])
 def test_kernel_takes_heads_in_blocks(heads_at_once: int, monkeypatch) -> None:
     from tova.scan import gpu

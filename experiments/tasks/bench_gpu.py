@@ -294,13 +294,16 @@ def launch(shape: Shape, device: torch.device) -> Iterator[Row]:
 
     policy = policies.make("tova", budget=shape.budget)
     steps = min(shape.chunks)
-    usual = (gpu.launch.tile, gpu.launch.scan_warps)
-    tried = [usual] if shape is TINY else [usual, (32768, 32), (16384, 16), (16384, 8), (8192, 8), (8192, 4)]
+    usual = (gpu.launch.tile, gpu.launch.scan_warps, gpu.launch.ahead)
+    tried = [usual]
+    if shape is not TINY:
+        tried += [(32768, 32, False), (16384, 16, False), (16384, 8, False), (8192, 8, False), (8192, 4, False)]
+        tried += [(32768, 16, True), (32768, 32, True)]
     for rows in shape.batches:
         logits = 2 * torch.randn(rows, shape.heads, steps, shape.budget + steps, device=device)
-        for tile, warps in tried:
-            row: Row = {"rows": rows, "tile": tile, "warps": warps}
-            gpu.launch.tile, gpu.launch.scan_warps = tile, warps
+        for tile, warps, ahead in tried:
+            row: Row = {"rows": rows, "tile": tile, "warps": warps, "ahead": ahead}
+            gpu.launch.tile, gpu.launch.scan_warps, gpu.launch.ahead = tile, warps, ahead
 
             def once(logits: Tensor = logits, rows: int = rows) -> None:
                 slots = _empty(policy, rows, logits.shape[-1], device)
@@ -311,7 +314,7 @@ def launch(shape: Shape, device: torch.device) -> Iterator[Row]:
             with _reported(row):
                 row["microseconds_per_step"] = 1e6 * _median(once, device, shape.repetitions) / steps
             yield row
-    gpu.launch.tile, gpu.launch.scan_warps = usual
+    gpu.launch.tile, gpu.launch.scan_warps, gpu.launch.ahead = usual
 
 
 def layer(shape: Shape, device: torch.device) -> Iterator[Row]:
@@ -726,6 +729,7 @@ def markdown(result: dict[str, Any]) -> str:
     })  # fmt: skip
     table("launch", "The scan kernel by launch", {
         "sets": lambda r: r["rows"], "tile": lambda r: r["tile"], "warps": lambda r: r["warps"],
+        "a step ahead": lambda r: "yes" if r["ahead"] else "no",
         "microseconds a step": lambda r: r["microseconds_per_step"],
     })  # fmt: skip
     replays: dict[str, Callable[[Row], Any]] = {

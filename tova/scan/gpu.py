@@ -41,6 +41,7 @@ class Launch:
 
     Attributes:
         tile: logits the scan kernel holds at once (heads times candidates, rounded up to powers of two).
+        ahead: whether it asks for the next step's logits early, where all heads fit into a tile; takes registers.
         scan_warps: warps of a program that reads logits.
         walk_warps: warps of a program that walks through head-averaged weights.
         row_warps: warps of a program that works on one query.
@@ -49,6 +50,7 @@ class Launch:
     """
 
     tile: int = 32768
+    ahead: bool = False
     scan_warps: int = 16
     walk_warps: int = 4
     row_warps: int = 4
@@ -204,6 +206,7 @@ class _State:
         rows, heads, steps, candidates = source.shape
         recent = policy.newest_protected
         block = triton.next_power_of_2(candidates)
+        at_once = 1 if given else _heads_at_once(heads, block, launch.tile)
         feature = None if self.feature is None else slots.features[self.feature].contiguous()
         _scan_kernel[(rows,)](
             source,
@@ -239,8 +242,9 @@ class _State:
             RECENT=min(recent, 2),
             WIDTH=slots["ring"].shape[-1] if self.record == "ring" else 1,
             POOL=getattr(policy, "pool_kernel", 1),
-            BLOCK_H=1 if given else _heads_at_once(heads, block, launch.tile),
+            BLOCK_H=at_once,
             BLOCK=block,
+            AHEAD=launch.ahead and not given and at_once >= heads,
             num_warps=launch.walk_warps if given or not policy.reads_attention else launch.scan_warps,
         )
 
@@ -290,35 +294,62 @@ def _head_average(  # type: ignore[no-untyped-def]
     Zero elsewhere, or, with ``OTHERS``, what the other ``loadable`` ones would weigh with the same sums. What is
     loadable is known earlier than what is seen, so loads need not wait.
     """
-    n = tl.arange(0, BLOCK)
     average = tl.zeros([BLOCK], tl.float32)
     for first in range(0, heads, BLOCK_H):
-        h = first + tl.arange(0, BLOCK_H)
-        there = h < heads
-        at = ((row * heads + h.to(tl.int64)) * steps + step) * candidates
-        can = there[:, None] & loadable[None, :]
-        x = _cooked(tl.load(logits + at[:, None] + n[None, :], mask=can, other=0.0), scaling, softcap, HAS_SOFTCAP)
-        x = tl.where(can, x, -_INF)
-        if OTHERS:
-            top = tl.max(tl.where(seen[None, :], x, -_INF), 1)
-        else:
-            x = tl.where(seen[None, :], x, -_INF)
-            top = tl.max(x, 1)
-        if HAS_SINKS:
-            sink = tl.load(sinks + row * heads + h, mask=there, other=-_INF)
-            top = tl.maximum(top, sink)
-        top = tl.maximum(top, _LOWEST)
-        if OTHERS:
-            weight = tl.exp(tl.minimum(x - top[:, None], _HIGHEST))
-            total = tl.sum(tl.where(seen[None, :], weight, 0.0), 1)
-        else:
-            weight = tl.exp(x - top[:, None])
-            total = tl.sum(weight, 1)
-        if HAS_SINKS:
-            total += tl.exp(sink - top)
-        total = tl.where(total > 0, total, 1.0)
-        average += tl.sum(weight / total[:, None], 0)
+        x = _tile(logits, row, step, first, loadable, heads, steps, candidates, BLOCK_H, BLOCK)
+        average += _sum_over_heads(
+            x, sinks, row, first, seen, loadable, heads, scaling, softcap, HAS_SINKS, HAS_SOFTCAP, OTHERS, BLOCK_H
+        )
     return average / heads
+
+
+@triton.jit
+def _tile(  # type: ignore[no-untyped-def]
+    logits, row, step, first, loadable, heads, steps, candidates, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr
+):
+    """[BLOCK_H, BLOCK]: the logits of one query as they are stored, of the heads from ``first`` on."""
+    n = tl.arange(0, BLOCK)
+    h = first + tl.arange(0, BLOCK_H)
+    at = ((row * heads + h.to(tl.int64)) * steps + step) * candidates
+    return tl.load(logits + at[:, None] + n[None, :], mask=(h < heads)[:, None] & loadable[None, :], other=0.0)
+
+
+@triton.jit
+def _sum_over_heads(  # type: ignore[no-untyped-def]
+    x, sinks, row, first, seen, loadable, heads, scaling, softcap,
+    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, OTHERS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK]: weights of a :func:`_tile`, see :func:`_head_average`."""
+    h = first + tl.arange(0, BLOCK_H)
+    there = h < heads
+    x = tl.where(there[:, None] & loadable[None, :], _cooked(x, scaling, softcap, HAS_SOFTCAP), -_INF)
+    if OTHERS:
+        top = tl.max(tl.where(seen[None, :], x, -_INF), 1)
+    else:
+        x = tl.where(seen[None, :], x, -_INF)
+        top = tl.max(x, 1)
+    if HAS_SINKS:
+        sink = tl.load(sinks + row * heads + h, mask=there, other=-_INF)
+        top = tl.maximum(top, sink)
+    top = tl.maximum(top, _LOWEST)
+    if OTHERS:
+        weight = tl.exp(tl.minimum(x - top[:, None], _HIGHEST))
+        total = tl.sum(tl.where(seen[None, :], weight, 0.0), 1)
+    else:
+        weight = tl.exp(x - top[:, None])
+        total = tl.sum(weight, 1)
+    if HAS_SINKS:
+        total += tl.exp(sink - top)
+    total = tl.where(total > 0, total, 1.0)
+    return tl.sum(weight / total[:, None], 0)
+
+
+@triton.jit
+def _given(source, row, step, kept, steps, candidates, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 [BLOCK]: the given weights of one step; nothing past the last."""
+    n = tl.arange(0, BLOCK)
+    mask = (n < candidates) & (n <= kept + step) & (step < steps)
+    return tl.load(source + (row * steps + step) * candidates + n, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -328,9 +359,13 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     MODE: tl.constexpr, IN_NUMBERS: tl.constexpr, READS: tl.constexpr, GIVEN: tl.constexpr, OWN: tl.constexpr,
     HAS_FEATURE: tl.constexpr, HAS_ALLOWED: tl.constexpr, HAS_REAL: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, RECENT: tl.constexpr, WIDTH: tl.constexpr, POOL: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One kept set through one chunk. Candidates are in position order, so ties go to the lower index."""
+    """One kept set through one chunk. Candidates are in position order, so ties go to the lower index.
+
+    What a step reads does not depend on what was dropped before, so it is asked for while earlier steps are at work:
+    given weights two steps ahead, and with ``AHEAD``, where all heads fit at once, logits one step ahead.
+    """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     inside = n < candidates
@@ -346,6 +381,11 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     dense = scratch + row * candidates
     observed = tl.load(observed_at + row)
     count = tl.sum(alive.to(tl.int32), 0)
+    if READS and GIVEN:
+        next_given = _given(source, row, 0, kept, steps, candidates, BLOCK)
+        after_next = _given(source, row, 1, kept, steps, candidates, BLOCK)
+    if READS and AHEAD:
+        next_tile = _tile(source, row, 0, 0, inside & (n <= kept), heads, steps, candidates, BLOCK_H, BLOCK)
     for i in range(steps):
         m = kept + i
         is_real = True
@@ -360,8 +400,17 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
             count = tl.sum(alive.to(tl.int32), 0)
         if READS:
             if GIVEN:
-                attn = tl.load(source + (row * steps + i) * candidates + n, mask=inside & (n <= m), other=0.0)
-                attn = tl.where(alive | newcomer, attn, 0.0)
+                attn = tl.where(alive | newcomer, next_given, 0.0)
+                next_given = after_next
+                after_next = _given(source, row, i + 2, kept, steps, candidates, BLOCK)
+            elif AHEAD:
+                tile = next_tile
+                following = inside & (n <= m + 1) & (i + 1 < steps)
+                next_tile = _tile(source, row, i + 1, 0, following, heads, steps, candidates, BLOCK_H, BLOCK)
+                attn = _sum_over_heads(
+                    tile, sinks, row, 0, alive | newcomer, inside & (n <= m), heads, scaling, softcap,
+                    HAS_SINKS, HAS_SOFTCAP, False, BLOCK_H,
+                ) / heads  # fmt: skip
             else:
                 attn = _head_average(
                     source, sinks, row, i, alive | newcomer, inside & (n <= m), heads, steps, candidates,
