@@ -29,6 +29,10 @@ def test_both_names_of_the_cache() -> None:
     assert compat.cache_argument(Older()) == "past_key_values"
 
 
+def test_columns_or_their_number() -> None:
+    assert compat.number_of(5) == compat.number_of(torch.arange(7, 12)) == 5
+
+
 def test_masks_asked_for_by_columns() -> None:
     """What a mask function learns is the same whichever way it is asked."""
 

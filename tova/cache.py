@@ -209,9 +209,7 @@ class EvictingLayer(compat.CacheLayerMixin):
         return 0 if self.state is None else self.state.seen
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        # Some versions of transformers pass the new columns themselves instead of their number.
-        steps = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.get_seq_length() + steps, 0
+        return self.get_seq_length() + compat.number_of(query_length), 0
 
     def get_max_length(self) -> int:
         return -1

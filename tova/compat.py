@@ -20,6 +20,7 @@ __all__ = [
     "cache_argument",
     "causal_mask_function",
     "eager_mask_of",
+    "number_of",
     "register",
     "sdpa_attention_forward",
     "sdpa_mask",
@@ -64,6 +65,11 @@ def sdpa_mask(*, q_length: int, q_offset: int = 0, device: torch.device | str = 
 def cache_argument(model: torch.nn.Module) -> str:
     """What a model's forward calls its cache: ``past_key_values``, or ``cache`` since the renaming."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def number_of(new: int | Tensor) -> int:
+    """How many new columns a cache is asked about: older versions give it the columns, newer ones their number."""
+    return new if isinstance(new, int) else new.shape[0]
 
 
 def eager_mask_of(mask: Tensor | None, query: Tensor, columns: int) -> Tensor:
