@@ -56,6 +56,7 @@ def draw(rng: random.Random) -> dict:
         softcap=rng.choice([None, None, 5.0]),
         sinks=rng.random() < 0.2,
         seed=rng.randrange(2**31),
+        threads=rng.choice([1, 2, 3]),
     )
 
 
@@ -122,6 +123,7 @@ def check(case: dict) -> int:
     attention = Attention(case["size"] ** -0.5, case["softcap"], sinks)
     state = LayerState.empty(policy, k, v, case["kv_heads"] if policy.per_head else 1, log=True)
     scan = select(case["scan"], policy, q.device, q.dtype)
+    torch.set_num_threads(case["threads"])
     real = torch.arange(case["tokens"]) >= torch.tensor(case["padding"]).unsqueeze(1)
     out = []
     begin = 0
@@ -137,6 +139,7 @@ def check(case: dict) -> int:
                 )
             )  # fmt: skip
         begin = end
+    torch.set_num_threads(1)
     found = state.log.view
     if (found == log).all():
         difference = (torch.cat(out, 2) - expected).abs().amax((1, 3))
@@ -166,3 +169,4 @@ def test_the_cases_cover_what_they_should() -> None:
     assert any(case["every"] > 1 and any(case["padding"]) for case in cases)
     assert any(case["sinks"] and case["scan"] == "auto" for case in cases)
     assert any(case["chunk"] == 1 for case in cases)
+    assert any(case["threads"] == 3 and case["chunk"] < case["tokens"] and case["batch"] == 1 for case in cases)
