@@ -59,15 +59,17 @@ class Window:
 
 
 def run(
-    policy, scan, *, heads=(4, 2), padding=None, how=None, batch=2, prompt=PROMPT, tokens=TOKENS, width=SIZE, **more
-):
+    policy, scan, *, heads=(4, 2), padding=None, how=None, batch=2, prompt=PROMPT, tokens=TOKENS, width=SIZE,
+    device="cpu", **more,
+):  # fmt: skip
     """Outputs [B, H, tokens, D] and the state after a prompt and one token at a time."""
     generator = torch.Generator().manual_seed(3)
     query = 2 * torch.randn(batch, heads[0], tokens, SIZE, generator=generator)
     key = torch.randn(batch, heads[1], tokens, SIZE, generator=generator)
     value = torch.randn(batch, heads[1], tokens, width, generator=generator)
+    query, key, value = (x.to(device) for x in (query, key, value))
     state = LayerState.empty(policy, key, value, heads[1] if policy.per_head else 1, log=True)
-    real = None if padding is None else torch.arange(prompt) >= torch.tensor(padding).unsqueeze(1)
+    real = None if padding is None else (torch.arange(prompt) >= torch.tensor(padding).unsqueeze(1)).to(device)
     out = []
     for begin, end in ((0, prompt), *((t, t + 1) for t in range(prompt, tokens))):
         out.append(

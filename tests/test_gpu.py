@@ -17,10 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 from models import forward, tiny, tokens
+from test_decode import Window, make, run
 
 from tova import EvictingCache, UsageError, policies
+from tova.compat import cache_argument
 from tova.policies import Slots
 from tova.policies.base import new_records
+from tova.replay import NEVER, Attention, LayerState, replay
 from tova.scan import Chunk, fixed_point, has_triton, reference, select
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -390,6 +393,101 @@ def test_fused_kernel_is_masked_attention(shape: str, options: dict, dtype: torc
     assert (out.double() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
     assert whole[:, :, 0].isnan().all()
     assert whole[:, :, steps + 1 :].isnan().all()
+
+
+# name -> how a text is decoded; see tests/test_decode.py
+DECODED = {
+    "plain": {},
+    "padded": dict(padding=[0, 5]),
+    "own window": dict(visibility=Window(9)),
+    "softcap, sinks, wide values": dict(how=Attention(0.3, 2.0, torch.tensor([0.5, -1.0, 0.0, 2.0])), width=24),
+    "every 3": dict(every=3),
+    "three heads a set": dict(heads=(6, 2)),
+}
+
+
+STEPPED: dict[str, tuple[str, dict]] = {
+    name: (name, {})
+    for name in (
+        "tova", "tova_official", "tova_value", "tova_head", "h2o", "h2o_half", "h2o_head", "scissorhands", "window",
+        "streaming_llm", "l2norm",
+    )
+} | {"tova sinks": ("tova", dict(sinks=2, recent_window=3))}  # fmt: skip
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(n, h) for n in STEPPED for h in DECODED if h == "plain" or n in ("tova sinks", "h2o", "scissorhands")],
+)
+def test_step_kernels_decide_as_torch(name: str, how: str, monkeypatch) -> None:
+    """Token by token after a prompt: the same drops at the same steps, outputs, slots and records."""
+    from tova.scan import gpu, step_gpu
+
+    taken = [0]
+    real = step_gpu.step
+
+    def counting(*arguments):
+        taken[0] += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(step_gpu, "step", counting)
+    policy, options = STEPPED[name]
+    made, options = make(policy, **options), DECODED[how] | dict(prompt=14, tokens=30)
+    if how == "softcap, sinks, wide values" and DEVICE.type == "cuda":
+        attention = options["how"]
+        options["how"] = dataclasses.replace(attention, sinks=attention.sinks.to(DEVICE))
+    expected, slow = run(made, reference.scan, device=DEVICE, **options)
+    assert taken == [0]
+    found, fast = run(made, gpu.scan, device=DEVICE, **options)
+    assert taken == [16]
+    assert (slow.log.view == fast.log.view).all()
+    assert (slow.log.view < NEVER).any()
+    assert (found - expected).abs().max() < 1e-5
+    for part in ("held", "newest", "observed"):
+        assert (getattr(slow.slots, part) == getattr(fast.slots, part)).all()
+    held = slow.slots.held
+    assert (slow.slots.positions[held] == fast.slots.positions[held]).all()
+    for name, record in slow.slots.records.items():
+        torch.testing.assert_close(fast.slots[name][held], record[held], equal_nan=True, atol=1e-5, rtol=1e-5)
+    assert (slow.most, slow.dense, slow.ordered, slow.seen) == (fast.most, fast.dense, fast.ordered, fast.seen)
+
+
+@kernels
+@pytest.mark.parametrize("policy", ["tova", "h2o", "tova_official"])
+def test_step_kernels_drop_the_lower_of_equals(policy: str) -> None:
+    """Equal keys and values: all weights are equal at every step, and slots are in no order."""
+    from tova.scan import gpu
+
+    logs = []
+    for scan in (reference.scan, gpu.scan):
+        ones = torch.ones(1, 2, 1, 16, device=DEVICE)
+        state = LayerState.empty(make(policy), ones, ones, 1, log=True)
+        for _ in range(25):
+            replay(ones, ones, ones, state, make(policy), Attention(0.25), scan=scan)
+        logs.append(state.log.view)
+    assert (logs[0] == logs[1]).all()
+    assert (logs[0] < NEVER).sum() == 25 - 12
+
+
+@kernels
+def test_step_kernels_in_half_precision() -> None:
+    """What decides is rounded as a product in that dtype is, so a replay and decoding go on agreeing."""
+    from tova.scan import gpu
+
+    model = tiny("llama").to(DEVICE, HALF)
+    ids = tokens(1, 40).to(DEVICE)
+    name = cache_argument(model)
+    with torch.no_grad():
+        whole = EvictingCache(policies.make("tova", budget=12), scan="gpu")
+        expected = model(ids, use_cache=True, **{name: whole}).logits
+        cache = EvictingCache(policies.make("tova", budget=12), scan="gpu")
+        out = [model(ids[:, :20], use_cache=True, **{name: cache}).logits]
+        out += [model(one, use_cache=True, **{name: cache}).logits for one in ids[:, 20:].split(1, 1)]
+    assert cache.layers[0]._scan is gpu.scan
+    same = (cache.evicted_at == whole.evicted_at).float().mean()
+    assert same > 0.9, same
+    assert (torch.cat(out, 1) - expected).abs()[:, :20].max() < 0.1
 
 
 @kernels

@@ -563,6 +563,8 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: 
             state.log.write(columns, step - 1, gone)
     # Until something is dropped the occupied slots are the first ones, and only they are looked at.
     used = state.most + 1 if state.dense else slots.held.shape[1]
+    if not call.one_shot and _kernels(scan, policy, query, value, used):
+        return _kernel_step(query, key, value, state, call, used)
     if not call.one_shot and _compiled(scan, policy, query):
         return _compiled_step(query, key, value, state, call, used)
     slot = slots.held.to(torch.uint8).argmin(-1, keepdim=True)
@@ -614,6 +616,38 @@ def _compiled(scan: Scan, policy: Policy, query: Tensor) -> bool:
     from tova.scan import step
 
     return step.supports(policy, query.dtype)
+
+
+def _kernels(scan: Scan, policy: Policy, query: Tensor, value: Tensor, used: int) -> bool:
+    """Whether one token is taken by kernels: where the chosen scan consists of them too."""
+    if deciding(scan, query.device) is None:
+        return False
+    from tova.scan import step_gpu
+
+    return step_gpu.supports(policy, query, value, used)
+
+
+def _kernel_step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: _Call, used: int) -> Tensor:
+    """The rest of :func:`_decode` in three kernels; see :mod:`tova.scan.step_gpu`."""
+    from tova.scan import step_gpu
+
+    policy, feature = call.policy, None
+    if policy.wants_features:
+        (feature,) = call.features(key, value, state.slots.newest + 1, state.sets).values()
+    out = step_gpu.step(
+        policy, query, key, value, state, call.attention, call.trigger, call.remains, used, feature
+    )  # fmt: skip
+    state.seen += 1
+    state.ordered = False
+    if state.ragged:
+        state.most = min(state.most + 1, call.trigger - 1)
+    elif state.most + 1 >= call.trigger:
+        state.most = call.remains
+        state.dense = False
+    else:
+        state.most += 1
+    state.dense = state.dense and not state.ragged
+    return out
 
 
 def _compiled_step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: _Call, used: int) -> Tensor:
