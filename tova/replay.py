@@ -117,10 +117,11 @@ class EvictionLog:
 
     def extend(self, batch: int, sets: int, columns: int, device: torch.device) -> None:
         """Make room for ``columns`` columns in all, not dropped so far."""
+        room = columns + 1  # the last is a place for what is not to be written
         if self.evicted_at is None:
-            self.evicted_at = torch.full((batch, sets, max(columns, 64)), NEVER, device=device)
-        if columns > self.evicted_at.shape[-1]:
-            more = max(columns, 2 * self.evicted_at.shape[-1]) - self.evicted_at.shape[-1]
+            self.evicted_at = torch.full((batch, sets, max(room, 64)), NEVER, device=device)
+        if room > self.evicted_at.shape[-1]:
+            more = max(room, 2 * self.evicted_at.shape[-1]) - self.evicted_at.shape[-1]
             fresh = torch.full((batch, sets, more), NEVER, device=device)
             self.evicted_at = torch.cat([self.evicted_at, fresh], -1)
         self.columns = columns
@@ -129,8 +130,8 @@ class EvictionLog:
         """Note that ``column`` [R, N] was dropped after query column ``step``, wherever ``where`` holds."""
         assert self.evicted_at is not None
         flat = self.evicted_at.view(-1, self.evicted_at.shape[-1])
-        row, index = where.nonzero(as_tuple=True)
-        flat[row, column[row, index]] = step[row, index] if isinstance(step, Tensor) else step
+        # Looking up where it holds would make a GPU's caller wait, and rows in streams wait for each other.
+        flat.scatter_(1, torch.where(where, column, flat.shape[1] - 1), torch.where(where, step, NEVER))
 
     @property
     def view(self) -> Tensor:
