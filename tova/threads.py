@@ -92,7 +92,11 @@ def _helpers(process: int, count: int) -> ThreadPoolExecutor:
 
 @contextmanager
 def team() -> Iterator[Team | None]:
-    """As many threads as torch has; the caller computes with one meanwhile. None where torch has only one."""
+    """As many threads as torch has; the caller computes with one meanwhile. None where torch has only one.
+
+    torch has no number of threads for one caller only: a Python thread that uses torch for the first time meanwhile
+    keeps one.
+    """
     usual = torch.get_num_threads()
     size = min(usual, _MOST)
     if size == 1:
