@@ -18,6 +18,7 @@ import torch
 import experiments
 from experiments import run as entry
 from experiments.store import CellFolder, find_sweep
+from tova.compat import cache_argument
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 12
 
@@ -230,12 +231,13 @@ def test_prompts_at_once_and_intervals(place, monkeypatch, capsys) -> None:
     from experiments.models import RandomLlama
 
     loaded = RandomLlama().load("cpu")
+    name = cache_argument(loaded.model)
     ids = torch.tensor([loaded.tokenizer(TEXT)["input_ids"][:120]])
     cache = tova.EvictingCache(tova.policies.make("tova", budget=40), prefill="one_shot")
     with torch.inference_mode():
-        logits = [loaded.model(input_ids=ids[:, :60], past_key_values=cache, use_cache=True).logits]
+        logits = [loaded.model(input_ids=ids[:, :60], use_cache=True, **{name: cache}).logits]
         for t in range(60, 119):
-            logits.append(loaded.model(input_ids=ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits)
+            logits.append(loaded.model(input_ids=ids[:, t : t + 1], use_cache=True, **{name: cache}).logits)
     nll = torch.nn.functional.cross_entropy(torch.cat(logits, 1)[0], ids[0, 1:], reduction="none")
     assert row["nll"] == pytest.approx(float(nll[60:].mean()), abs=1e-5)
     assert row["nll_all_steps"] == pytest.approx(float(nll.mean()), abs=1e-5)
