@@ -638,6 +638,12 @@ def _kernel_step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, c
     out = step_gpu.step(
         policy, query, key, value, state, call.attention, call.trigger, call.remains, used, feature
     )  # fmt: skip
+    _moved_on(state, call)
+    return out
+
+
+def _moved_on(state: LayerState, call: _Call) -> None:
+    """Count the token that a step has taken."""
     state.seen += 1
     state.ordered = False
     if state.ragged:
@@ -648,7 +654,6 @@ def _kernel_step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, c
     else:
         state.most += 1
     state.dense = state.dense and not state.ragged
-    return out
 
 
 def _compiled_step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: _Call, used: int) -> Tensor:
@@ -658,16 +663,8 @@ def _compiled_step(query: Tensor, key: Tensor, value: Tensor, state: LayerState,
     policy, feature = call.policy, None
     if policy.wants_features:
         (feature,) = call.features(key, value, state.seen - state.start, state.sets).values()
-    out, dropped = step.step(policy, query, key, value, state, call.attention, call.every, used, feature)
-    state.seen += 1
-    state.ordered = False
-    if state.ragged:
-        state.most = min(state.most + 1, call.trigger - 1)
-    elif state.most + 1 >= call.trigger:
-        state.most = call.remains
-    else:
-        state.most += 1
-    state.dense = state.dense and not state.ragged and not dropped
+    out = step.step(policy, query, key, value, state, call.attention, call.every, used, feature)
+    _moved_on(state, call)
     return out
 
 

@@ -90,7 +90,7 @@ def step(
     every: int,
     used: int,
     feature: Tensor | None,
-) -> tuple[Tensor, int]:
+) -> Tensor:
     """Attention of one new token over what is held and itself; the slots of ``state`` move on, in place.
 
     Args:
@@ -101,7 +101,7 @@ def step(
         feature: float32 [R, 1], the new token's, for a policy that has one.
 
     Returns:
-        [B, H, 1, D], and how many positions were dropped in all rows together.
+        [B, H, 1, D].
     """
     plan = _plan(policy, every)
     slots = state.slots
@@ -122,11 +122,10 @@ def step(
         assert tensor is None or tensor.is_contiguous()
     split = batch * groups * used * size >= _MANY and torch.get_num_threads() >= _THREADS
     logits: Tensor | None = None
-    dropped = 0
     for stage in (_PLACE, _REST) if split else (_ALL,):
         if stage == _REST:
             logits = attention.logits(query, state.keys[:, :, :used]).contiguous()
-        dropped = _step(
+        _step(
             stage, used, batch, groups, heads, size, width, room, sets,
             query.data_ptr(), key.data_ptr(), value.data_ptr(), state.keys.data_ptr(), state.values.data_ptr(),
             out.data_ptr(), _address(logits),
@@ -138,7 +137,7 @@ def step(
         )  # fmt: skip
     if logits is not None:
         out = attention.mix(logits, None, state.values[:, :, :used])
-    return out, dropped
+    return out
 
 
 def _address(tensor: Tensor | None) -> int:
