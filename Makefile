@@ -24,7 +24,7 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY) ## what replay, decoding and simulation cost: three tables, some minutes each
+bench: $(READY) ## what replay, decoding and simulation cost: three tables; the first takes a quarter of an hour or more
 	$(BIN)/python -m experiments.run experiment=bench_replay
 	$(BIN)/python -m experiments.run experiment=bench_decode
 	$(BIN)/python -m experiments.run experiment=bench_simulation

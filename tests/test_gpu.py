@@ -331,7 +331,7 @@ def test_kernels_put_a_raw_product_through(name: str, softcap: float | None) -> 
         raw.scaling, raw.softcap = 0.7, softcap
     exact = right.logits.double() * 0.7
     right.logits = (exact if softcap is None else softcap * (exact / softcap).tanh()).float()
-    finished = copy_of(walked).cooked()
+    finished = copy_of(walked).scaled()
     torch.testing.assert_close(finished.logits, right.logits, rtol=1e-5, atol=1e-5)
     assert (finished.scaling, finished.softcap) == (1.0, None)
     weights, sums, last = reference.scan(made, right)
@@ -486,8 +486,10 @@ def test_step_kernels_in_half_precision() -> None:
         out += [model(one, use_cache=True, **{name: cache}).logits for one in ids[:, 20:].split(1, 1)]
     assert cache.layers[0]._scan is gpu.scan
     same = (cache.evicted_at == whole.evicted_at).float().mean()
+    difference = (torch.cat(out, 1) - expected).abs().amax(-1)[0]
+    print(f"same times {same:.3f}, largest difference of a logit {difference.max():.3f}")
     assert same > 0.9, same
-    assert (torch.cat(out, 1) - expected).abs()[:, :20].max() < 0.1
+    assert difference.max() < 0.1, difference
 
 
 @kernels

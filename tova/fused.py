@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tova.scan.gpu import _INF, _LOWEST, _cooked, launch
+from tova.scan.gpu import _INF, _LOWEST, _scaled, launch
 
 WIDEST = 256
 """Numbers of a head at most."""
@@ -108,7 +108,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         k = tl.load(
             key + n[None, :] * k_step + d[:, None] * k_size, mask=inside[None, :] & (d < size)[:, None], other=0.0
         )
-        x = _cooked(tl.dot(q, k, input_precision=PRECISION), scaling, softcap, HAS_SOFTCAP)
+        x = _scaled(tl.dot(q, k, input_precision=PRECISION), scaling, softcap, HAS_SOFTCAP)
         seen = (n[None, :] <= kept + i[:, None]) & (last[None, :] >= i[:, None])
         x = tl.where(seen, x, -_INF)
         higher = tl.maximum(top, tl.max(x, 1))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tova import compat
-from tova.cache import EvictingCache
+from tova.cache import EvictingCache, EvictingLayer
 from tova.errors import UsageError
 from tova.replay import LayerState
 
@@ -65,7 +65,7 @@ class DecodeGraph:
     def __call__(self, ids: Tensor) -> Tensor:
         """Logits [B, 1, V] after ``ids`` int64 [B, 1]; the memory is used again by the next call."""
         states = self._states()
-        if not all(self._is_full(state) for state in states):
+        if not all(_is_full(layer) for layer in self._cache.layers):
             return self._forward(ids, None)
         if self._ids is None:
             self._ids = ids.clone()
@@ -98,12 +98,6 @@ class DecodeGraph:
             raise UsageError("DecodeGraph takes no padding and no layers with a window of their own")
         return states
 
-    def _is_full(self, state: LayerState) -> bool:
-        """Whether the last eviction was at the last step, so that the next one is at the next."""
-        layer = next(layer for layer in self._cache.layers if layer.state is state)
-        full: int = layer.policy.effective_budget
-        return state.most == full == layer.policy.remains(0) and not state.dense and not state.ordered
-
     def _forward(self, ids: Tensor, positions: Tensor | None) -> Tensor:
         logits: Tensor = self._model(
             input_ids=ids, position_ids=positions, use_cache=True, **{self._argument: self._cache}
@@ -135,6 +129,15 @@ class DecodeGraph:
             work()
         replay: Callable[[], None] = graph.replay
         return replay
+
+
+def _is_full(layer: EvictingLayer) -> bool:
+    """Whether the layer evicted at the last step, a decoded one, and so will at the next."""
+    policy, state = layer.policy, layer.state
+    assert policy is not None
+    assert state is not None
+    full = policy.effective_budget
+    return state.most == full == policy.remains(0) and not state.dense and not state.ordered
 
 
 def _changing(state: LayerState) -> dict[str, Any]:

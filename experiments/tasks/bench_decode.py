@@ -274,4 +274,4 @@ def _step(model: PreTrainedModel, ids: torch.Tensor, at: int, cache: Any) -> flo
     from tova.compat import cache_argument
 
     arguments = {"input_ids": ids[:, at : at + 1], "use_cache": True, cache_argument(model): cache}
-    return seconds_of(lambda: model(**arguments), model)
+    return seconds_of(lambda: model(**arguments), model.device)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.tasks import Context, Row
+from experiments.tasks.timing import seconds_of
 from tova.errors import UsageError
 
 if TYPE_CHECKING:
@@ -489,7 +490,7 @@ def _decode_places(
         times = []
         for _ in range(shape.steps):
             one = functools.partial(model, input_ids=ids[:, at : at + 1], use_cache=True, **{name: cache})
-            times.append(_timed(one, device))
+            times.append(seconds_of(one, device))
             at = min(at + 1, ids.shape[1] - 2)
         found.append((min(place, budget or place), statistics.median(times[1:] or times)))
     graph: Row = {}
@@ -616,23 +617,11 @@ def _compared(last: Tensor, right: Tensor, gaps: dict[int, Tensor]) -> Row:
     }
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
-
-
 def _median(run: Callable[[], Any], device: torch.device, repetitions: int, *, warm: bool = False) -> float:
     """Seconds, after one run that is not counted unless it is ``warm`` already."""
     if not warm:
         run()
-    return statistics.median(_timed(run, device) for _ in range(repetitions))
+    return statistics.median(seconds_of(run, device) for _ in range(repetitions))
 
 
 def _forget(device: torch.device) -> None:

@@ -168,7 +168,7 @@ class BenchReplay:
                 model.set_attn_implementation("sdpa")
                 if what != FULL:
                     tova.enable(model)
-                timed[what].append(seconds_of(one, model))
+                timed[what].append(seconds_of(one, model.device))
                 advance((repetition + number / len(passes)) / (self.repetitions + 1))
         return {what: seconds[1:] for what, seconds in timed.items()}
 
@@ -198,7 +198,7 @@ class BenchReplay:
                 step = []
                 for _ in range(self.steps):
                     one = functools.partial(model, input_ids=ids[:, at : at + 1], use_cache=True, **{name: cache})
-                    step.append(seconds_of(one, model))
+                    step.append(seconds_of(one, model.device))
                     at += 1
                 out.append((int(place), statistics.median(step)))
         tova.enable(model)

@@ -12,6 +12,7 @@ from experiments.tasks import Context
 from tova.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
     from transformers import PreTrainedModel
 
@@ -43,17 +44,17 @@ def require_policies(names: Sequence[str]) -> None:
         raise UsageError(f"task.policies={list(names)}: must be some of {', '.join(policies.POLICIES)}")
 
 
-def seconds_of(run: Callable[[], Any], model: PreTrainedModel) -> float:
-    """How long ``run`` takes, what it leaves to the model's device included."""
+def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
+    """How long ``run`` takes, what it leaves to the device included."""
     import torch
 
-    cuda = model.device.type == "cuda"
+    cuda = device.type == "cuda"
     if cuda:
-        torch.cuda.synchronize(model.device)
+        torch.cuda.synchronize(device)
     started = time.perf_counter()
     run()
     if cuda:
-        torch.cuda.synchronize(model.device)
+        torch.cuda.synchronize(device)
     return time.perf_counter() - started
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-import sys
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,7 +58,7 @@ class Chunk:
     scaling: float = 1.0
     softcap: float | None = None
 
-    def cooked(self) -> Chunk:
+    def scaled(self) -> Chunk:
         """The same with logits in float32 that need nothing done to them; its slots are these very ones."""
         logits = self.logits.float()
         if self.scaling != 1.0:
@@ -94,12 +93,11 @@ def deciding(scan: Scan, device: torch.device) -> Decide | None:
     """How ``scan`` decides without making weights; None if it cannot there."""
     if not has_triton(device):
         return None
-    for name in ("tova.scan.gpu", "tova.scan.fixed_point"):
-        module = sys.modules.get(name)
-        if module is not None and scan is module.scan:
-            decide: Decide = module.decide
-            return decide
-    return None
+    from tova.scan import fixed_point, gpu
+
+    if scan is gpu.scan:
+        return gpu.decide
+    return fixed_point.decide if scan is fixed_point.scan else None
 
 
 def has_triton(device: torch.device) -> bool:

@@ -95,7 +95,7 @@ def decide(policy: Policy, chunk: Chunk, limit: int = LIMIT) -> Tensor:
 
         if gpu.fits(policy, chunk):
             return solve(policy, chunk, gpu.Walk(policy, chunk), limit)
-    chunk = chunk.cooked()
+    chunk = chunk.scaled()
     return solve(policy, chunk, _Walk(policy, chunk), limit)
 
 

@@ -77,7 +77,7 @@ def fits(policy: Policy, chunk: Chunk) -> bool:
 def scan(policy: Policy, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`tova.scan.Scan`; overwrites the logits. Weights come in the model's dtype, sums in float32."""
     if not fits(policy, chunk) and needs_logits(policy, chunk):
-        return reference.scan(policy, chunk.cooked())
+        return reference.scan(policy, chunk.scaled())
     last = decide(policy, chunk)
     return *weights_under(chunk, last), last
 
@@ -87,7 +87,7 @@ def decide(policy: Policy, chunk: Chunk) -> Tensor:
     if not needs_logits(policy, chunk):
         return fixed_point.closed_form(policy, chunk)
     if not fits(policy, chunk):
-        return reference.scan(policy, chunk.cooked())[2]
+        return reference.scan(policy, chunk.scaled())[2]
     state = _State(policy, chunk)
     state.go(chunk.logits, given=False)
     state.store()
@@ -118,7 +118,7 @@ def weights_under(chunk: Chunk, last: Tensor) -> tuple[Tensor, Tensor]:
         heads,
         steps,
         candidates,
-        *_cooking(chunk),
+        *_scale(chunk),
         HAS_SINKS=chunk.sinks is not None,
         HAS_SOFTCAP=chunk.softcap is not None,
         BLOCK=min(triton.next_power_of_2(candidates), 2048),
@@ -154,7 +154,7 @@ class Walk:
             heads,
             steps,
             candidates,
-            *_cooking(chunk),
+            *_scale(chunk),
             HAS_SINKS=chunk.sinks is not None,
             HAS_SOFTCAP=chunk.softcap is not None,
             BLOCK_H=_heads_at_once(heads, block, 4096),
@@ -228,7 +228,7 @@ class _State:
             heads,
             steps,
             candidates,
-            *_cooking(chunk),
+            *_scale(chunk),
             MODE=self.mode,
             IN_NUMBERS=self.record not in (None, "ring"),
             READS=policy.reads_attention,
@@ -266,7 +266,7 @@ def _or(tensor: Tensor | None, instead: Tensor) -> Tensor:
     return instead if tensor is None else tensor.contiguous()
 
 
-def _cooking(chunk: Chunk) -> tuple[float, float]:
+def _scale(chunk: Chunk) -> tuple[float, float]:
     return chunk.scaling, 1.0 if chunk.softcap is None else chunk.softcap
 
 
@@ -275,7 +275,7 @@ def _heads_at_once(heads: int, block: int, tile: int) -> int:
 
 
 @triton.jit
-def _cooked(x, scaling, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scaled(x, scaling, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 logits of a raw product."""
     x = x.to(tl.float32) * scaling
     if HAS_SOFTCAP:
@@ -322,7 +322,7 @@ def _sum_over_heads(  # type: ignore[no-untyped-def]
     """float32 [BLOCK]: weights of a :func:`_tile`, see :func:`_head_average`."""
     h = first + tl.arange(0, BLOCK_H)
     there = h < heads
-    x = tl.where(there[:, None] & loadable[None, :], _cooked(x, scaling, softcap, HAS_SOFTCAP), -_INF)
+    x = tl.where(there[:, None] & loadable[None, :], _scaled(x, scaling, softcap, HAS_SOFTCAP), -_INF)
     if OTHERS:
         top = tl.max(tl.where(seen[None, :], x, -_INF), 1)
     else:
@@ -342,6 +342,29 @@ def _sum_over_heads(  # type: ignore[no-untyped-def]
         total += tl.exp(sink - top)
     total = tl.where(total > 0, total, 1.0)
     return tl.sum(weight / total[:, None], 0)
+
+
+@triton.jit
+def _observed(  # type: ignore[no-untyped-def]
+    number, attn, alive, newcomer, count, MODE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """float32 [BLOCK]: the record after a step whose weights were ``attn``, the newcomer's own included.
+
+    A policy sees the weights on the ``count`` that were held before the newest token joined.
+    """
+    shown = tl.where(alive, attn, 0.0)
+    own = attn if OWN else tl.zeros([BLOCK], tl.float32)
+    if MODE == LATEST:
+        fresh = own if OWN else tl.full([BLOCK], float("nan"), tl.float32)
+        number = tl.where(newcomer, fresh, shown)
+    if MODE == SUM:
+        number = tl.where(newcomer, own, number + shown)
+    if MODE == VOTES:
+        # Double precision, as the policy is defined.
+        fair = tl.full([1], 1.0, tl.float64) / tl.maximum(count, 1).to(tl.float64)
+        vote = alive & (attn.to(tl.float64) > fair)
+        number = tl.where(newcomer, 0.0, number + vote.to(tl.float32))
+    return number
 
 
 @triton.jit
@@ -416,22 +439,11 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
                     source, sinks, row, i, alive | newcomer, inside & (n <= m), heads, steps, candidates,
                     scaling, softcap, HAS_SINKS, HAS_SOFTCAP, False, BLOCK_H, BLOCK,
                 )  # fmt: skip
-            # What the policy sees: the weights on what was held before the newest token joined.
-            shown = tl.where(alive, attn, 0.0)
-            own = attn if OWN else tl.zeros([BLOCK], tl.float32)
-            if MODE == LATEST:
-                fresh = own if OWN else tl.full([BLOCK], float("nan"), tl.float32)
-                number = tl.where(is_real, tl.where(newcomer, fresh, shown), number)
-            if MODE == SUM:
-                number = tl.where(newcomer, own, tl.where(is_real, number + shown, number))
-            if MODE == VOTES:
-                # Double precision, as the policy is defined.
-                fair = tl.full([1], 1.0, tl.float64) / tl.maximum(count, 1).to(tl.float64)
-                vote = alive & (attn.to(tl.float64) > fair) & is_real
-                number = tl.where(newcomer, 0.0, number + vote.to(tl.float32))
             if MODE == RING:
                 turn = observed % WIDTH
-                tl.store(ring + turn * candidates + n, shown, mask=inside & is_real)
+                tl.store(ring + turn * candidates + n, tl.where(alive, attn, 0.0), mask=inside & is_real)
+            else:
+                number = tl.where(is_real, _observed(number, attn, alive, newcomer, count, MODE, OWN, BLOCK), number)
             observed += tl.where(is_real, 1, 0)
         alive = alive | newcomer
         last = tl.where(newcomer, steps, last)
@@ -518,7 +530,7 @@ def _weights_kernel(  # type: ignore[no-untyped-def]
         n = first + tl.arange(0, BLOCK)
         known = (n < candidates) & (n <= kept + i)
         seen = known & (tl.load(last_in + n, mask=known, other=-1) >= i)
-        x = _cooked(tl.load(logits + n, mask=seen, other=0.0), scaling, softcap, HAS_SOFTCAP)
+        x = _scaled(tl.load(logits + n, mask=seen, other=0.0), scaling, softcap, HAS_SOFTCAP)
         top = tl.maximum(top, tl.where(seen, x, _LOWEST))
     top = tl.max(top, 0)
     if HAS_SINKS:
@@ -529,7 +541,7 @@ def _weights_kernel(  # type: ignore[no-untyped-def]
         n = first + tl.arange(0, BLOCK)
         known = (n < candidates) & (n <= kept + i)
         seen = known & (tl.load(last_in + n, mask=known, other=-1) >= i)
-        x = _cooked(tl.load(logits + n, mask=seen, other=0.0), scaling, softcap, HAS_SOFTCAP)
+        x = _scaled(tl.load(logits + n, mask=seen, other=0.0), scaling, softcap, HAS_SOFTCAP)
         weight = tl.where(seen, tl.exp(x - top), 0.0)
         total += weight
         tl.store(out + n, weight.to(out.dtype.element_ty), mask=n < candidates)

@@ -17,16 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tova import fused
 from tova.policies import Policy
 from tova.scan import gpu, modes
-from tova.scan.gpu import _INF, _LOWEST, FEATURE, LATEST, OLDEST, SUM, VOTES, _cooked, _head_average, _heads_at_once
+from tova.scan.gpu import _INF, _LOWEST, FEATURE, OLDEST, _head_average, _heads_at_once, _observed, _scaled
 
 if TYPE_CHECKING:
     from tova.replay import Attention, LayerState
 
-_MOST = 16384
-"""Slots a program takes."""
-_WIDEST = 256
 _HIGHEST_POSITION = tl.constexpr(2**62)
 
 
@@ -36,8 +34,8 @@ def supports(policy: Policy, query: Tensor, value: Tensor, slots: int) -> bool:
         gpu.supports(policy, query.dtype)
         and modes.MODES[type(policy)][0] != modes.RING  # whose neighbours are those in position order
         and not policy.reindexes
-        and slots <= _MOST
-        and max(query.shape[-1], value.shape[-1]) <= _WIDEST
+        and slots <= gpu.MOST
+        and max(query.shape[-1], value.shape[-1]) <= fused.WIDEST
     )
 
 
@@ -94,10 +92,10 @@ def step(
     )  # fmt: skip
     out = query.new_empty(batch, heads, 1, width)
     logits = query.new_empty(batch * sets, heads // sets, 1, used)
-    cooking = attention.scaling, 1.0 if attention.softcap is None else attention.softcap
+    scale = attention.scaling, 1.0 if attention.softcap is None else attention.softcap
     _attend_kernel[(batch * heads,)](
         query, state.keys, state.values, held, slot, query if sinks is None else sinks, logits, out,
-        heads, groups, heads // groups, heads // sets, used, room, size, width, *cooking,
+        heads, groups, heads // groups, heads // sets, used, room, size, width, *scale,
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=attention.softcap is not None,
         BLOCK_N=32,
@@ -110,7 +108,7 @@ def step(
         logits, query if sinks is None else sinks, held, slots.positions, slots.newest, slots.observed, slot,
         query if numbers is None else numbers, query if old is None else old, held if log is None else log, state.start,
         heads // sets, used, room, min(trigger, gpu._NEVER), min(remains, gpu._NEVER), policy.sinks, recent,
-        0 if log is None else log.shape[-1], *cooking,
+        0 if log is None else log.shape[-1], *scale,
         MODE=mode,
         READS=policy.reads_attention,
         OWN=type(policy).admitted is not Policy.admitted,
@@ -183,7 +181,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         )
         x = tl.sum(k.to(tl.float32) * q[None, :], 1)
         tl.store(logits + index * used + n, x.to(logits.dtype.element_ty), mask=inside)
-        x = tl.where(seen, _cooked(x, scaling, softcap, HAS_SOFTCAP), -_INF)
+        x = tl.where(seen, _scaled(x, scaling, softcap, HAS_SOFTCAP), -_INF)
         higher = tl.maximum(top, tl.max(x, 0))
         weight = tl.exp(x - higher)
         less = tl.exp(top - higher)
@@ -220,19 +218,8 @@ def _update_kernel(  # type: ignore[no-untyped-def]
             logits, sinks, row, 0, alive | newcomer, inside, heads, 1, used, scaling, softcap,
             HAS_SINKS, HAS_SOFTCAP, False, BLOCK_H, BLOCK,
         )  # fmt: skip
-        shown = tl.where(alive, attn, 0.0)
-        own = attn if OWN else tl.zeros([BLOCK], tl.float32)
         number = tl.load(numbers + at, mask=inside, other=0.0)
-        if MODE == LATEST:
-            fresh = own if OWN else tl.full([BLOCK], float("nan"), tl.float32)
-            number = tl.where(newcomer, fresh, shown)
-        if MODE == SUM:
-            number = tl.where(newcomer, own, number + shown)
-        if MODE == VOTES:
-            # Double precision, as the policy is defined.
-            fair = tl.full([1], 1.0, tl.float64) / tl.maximum(count, 1).to(tl.float64)
-            vote = alive & (attn.to(tl.float64) > fair)
-            number = tl.where(newcomer, 0.0, number + vote.to(tl.float32))
+        number = _observed(number, attn, alive, newcomer, count, MODE, OWN, BLOCK)
         tl.store(numbers + at, number, mask=inside)
         tl.store(observed + row, tl.load(observed + row) + 1)
     if MODE == OLDEST:
