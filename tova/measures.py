@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HEAVY_HITTERS = 32
 _LOGITS_AT_ONCE = 2**27
+_NUMBERS_AT_ONCE = 2**22
 
 
 def token_nll(
@@ -81,15 +82,30 @@ def token_nll(
     return torch.cat(losses, 1)
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, rows: int = 256) -> Tensor:
-    """float32 [B, T], a few rows of logits at a time."""
-    out = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    for begin in range(0, targets.shape[1], rows):
-        piece = logits[:, begin : begin + rows].float()
-        wanted = targets[:, begin : begin + rows]
-        out[:, begin : begin + rows] = torch.nn.functional.cross_entropy(
-            piece.flatten(0, 1), wanted.flatten(), reduction="none"
-        ).view_as(wanted)
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Logarithm of the sum of exponentials minus the target's logit: float32 [B, T], float64 for float64 logits.
+
+    ``torch.nn.functional.cross_entropy`` adds up exponentials in float32, which over a whole vocabulary is off by 1e-5,
+    always to the same side. Here they are added up in float64, so that each loss is right to 1e-7 of itself. A NaN among
+    the logits gives NaN; an infinite one gives infinity, or NaN if it is the target's.
+
+    Args:
+        logits: [B, T, V], a few million of which are looked at at a time.
+        targets: int64 [B, T].
+    """
+    dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
+    wide = torch.float32 if logits.device.type == "mps" else torch.float64  # Apple's GPUs know no float64
+    out = torch.empty(targets.shape, dtype=dtype, device=logits.device)
+    rows = max(1, _NUMBERS_AT_ONCE // logits.shape[-1])
+    for b in range(targets.shape[0]):
+        for begin in range(0, targets.shape[1], rows):
+            part = slice(begin, begin + rows)
+            piece = logits[b, part].to(dtype)
+            top = piece.amax(-1, keepdim=True)
+            top = top.where(top.isfinite(), 0.0)
+            wanted = piece.gather(-1, targets[b, part].unsqueeze(-1))
+            sums = (piece - top).exp_().sum(-1, keepdim=True, dtype=wide)
+            out[b, part] = (sums.log() - (wanted.to(wide) - top.to(wide))).squeeze(-1)
     return out
 
 
