@@ -188,6 +188,42 @@ def test_perplexity_weighs_tokens() -> None:
     assert perplexity([uniform]) == pytest.approx(300.0, rel=1e-6)
 
 
+def test_perplexity_beyond_what_a_float_holds() -> None:
+    assert perplexity([torch.full((3,), 800.0)]) == math.inf
+    assert perplexity([torch.tensor([1.0, math.inf])]) == math.inf
+    assert math.isnan(perplexity([torch.tensor([1.0, math.nan])]))
+    assert math.isnan(perplexity([]))
+    assert perplexity([torch.full((5,), 709.0)]) < math.inf
+
+
+def test_a_step_that_is_not_finite_is_no_step_that_does_not_count() -> None:
+    """Its layer's mean is NaN; leaving it out would be a figure that looks like one."""
+    from tova.measures import AttentionReport
+
+    mass = torch.rand(2, 1, 9, generator=torch.Generator().manual_seed(0))
+    mass[:, :, 0] = float("nan")  # the first step has nothing before it
+    possible = torch.arange(9).expand(2, 1, 9)
+    report = AttentionReport(mass, mass.nan_to_num(1.0), possible.clone(), possible)
+    found = report.over(0)
+    assert found.steps == 8
+    assert found.retained_mass == pytest.approx(mass[:, 0, 1:].double().mean(-1).tolist(), rel=1e-15)
+    mass[1, 0, 5] = float("nan")
+    assert not math.isnan(report.over(0).retained_mass[0])
+    assert math.isnan(report.over(0).retained_mass[1])
+    assert math.isnan(AttentionReport(mass, mass, possible, possible).over(3).retained_mass_with_self[1])
+    assert not math.isnan(report.over(6).retained_mass[1])
+    assert all(math.isnan(m) for m in report.over(9).retained_mass)
+
+
+def test_means_over_many_steps_are_added_up_in_float64() -> None:
+    from tova.measures import AttentionReport
+
+    mass = 0.9 + 0.1 * torch.rand(1, 1, 70_000, generator=torch.Generator().manual_seed(1))
+    possible = torch.full((1, 1, 70_000), 32)
+    (found,) = AttentionReport(mass, mass, possible, possible).over(0).retained_mass
+    assert abs(found - math.fsum(mass.flatten().tolist()) / 70_000) < 1e-14
+
+
 def test_lifetimes() -> None:
     log = torch.tensor([[-1, 3, NEVER, 3]])
     life, censored = lifetimes(log)

@@ -10,31 +10,30 @@ import importlib.util
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tova import compat
 from tova.errors import UsageError
+from tova.limits import check_text, vocabulary
 from tova.observers import Seen
 from tova.replay import NEVER, PADDING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from tova.cache import EvictingCache
-    from tova.rows import SideBySide
+    from transformers import Cache, PreTrainedModel
 
 HEAVY_HITTERS = 32
 _LOGITS_AT_ONCE = 2**27
+_MANY_WORDS = 2**18
 _NUMBERS_AT_ONCE = 2**20  # few enough to stay in a processor's cache
 
 
 def token_nll(
     model: PreTrainedModel,
     ids: Tensor,
-    cache: EvictingCache | SideBySide | None = None,
+    cache: Cache | None = None,
     segment: int = 0,
     prompt: int = 0,
 ) -> Tensor:
@@ -42,26 +41,29 @@ def token_nll(
 
     Args:
         model: a causal language model; with an evicting cache, one switched over by :func:`tova.enable`.
-        ids: int64 [B, T], no padding. Nothing is put before it: if the model wants a BOS, it is ids[:, 0].
-        cache: an empty cache; None lets the model see everything.
+        ids: integers [B, T] on any device, no padding. Nothing is put before it: if the model wants a BOS, it is
+            ids[:, 0].
+        cache: an empty cache, evicting or any of transformers'; None lets the model see everything.
         segment: tokens per forward, so that logits of T x vocabulary never exist at once; 0 chooses. With a cache the
             text may be fed in any pieces; without one it is a single forward.
         prompt: the first ``prompt`` tokens are one call, prefilled as the cache says; all that follows is as if
             decoded. It makes a difference to ``prefill=one_shot`` only, which then needs the prompt's logits at once.
 
     Returns:
-        float32 [B, T - 1]; index t is the loss of token t + 1, predicted by the query at step t.
+        float32 [B, T - 1], float64 from a float64 model; index t is the loss of token t + 1, predicted by the query at
+        step t. A NaN on the way stays one.
+
+    Raises:
+        UsageError: the text is none the model can read, the cache has been used, or the model does not use it.
     """
+    ids = _checked(model, ids, cache, segment, prompt)
     batch, tokens = ids.shape
-    if tokens < 2:
-        raise UsageError(f"perplexity needs at least 2 tokens, got {tokens}")
-    vocabulary = model.get_output_embeddings().weight.shape[0]
     if cache is None:
         segment = tokens
     elif segment < 1:
-        segment = max(128, _LOGITS_AT_ONCE // (vocabulary * batch))
+        segment = max(128, _LOGITS_AT_ONCE // ((vocabulary(model) or _MANY_WORDS) * batch))
     cached = {"use_cache": False} if cache is None else {compat.cache_argument(model): cache, "use_cache": True}
-    one_shot = cache is not None and cache.prefill == "one_shot"
+    one_shot = getattr(cache, "prefill", None) == "one_shot"
     if one_shot and not 2 <= prompt < tokens:
         raise UsageError(f"prompt must be at least 2 and below the text's {tokens} tokens, got {prompt}")
     begins = [*range(prompt, tokens - 1, segment)] if one_shot else [*range(0, tokens - 1, segment)]
@@ -71,15 +73,65 @@ def token_nll(
     try:
         with torch.inference_mode():
             for begin, end in zip(begins, [*begins[1:], tokens - 1], strict=True):
-                if one_shot and begin and cache is not None:
-                    cache.prefill = "every_step"
+                if one_shot and begin:
+                    _prefill(cache, "every_step")
                 logits = model(input_ids=ids[:, begin:end], **cached).logits
                 targets = ids[:, begin + 1 : end + 1].to(logits.device)
                 losses.append(_cross_entropy(logits, targets))
+    except IndexError as e:
+        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(most, int) and tokens > most:  # a table of positions that was not known to be one
+            raise UsageError(f"{tokens} tokens are more than the {most} positions this model has ({e})") from e
+        raise
     finally:
-        if one_shot and cache is not None:
-            cache.prefill = "one_shot"
+        if one_shot:
+            _prefill(cache, "one_shot")
+    if cache is not None and (seen := _seen(cache)) != tokens - 1:
+        raise UsageError(
+            f"{type(model).__name__} does not use the cache it is given: of {tokens - 1} tokens it has seen {seen}"
+        )
     return torch.cat(losses, 1)
+
+
+def _checked(model: PreTrainedModel, ids: Tensor, cache: Cache | None, segment: int, prompt: int) -> Tensor:
+    """int64 [B, T], where the model reads it; raises for what :func:`token_nll` cannot measure."""
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        got = (
+            f"{str(ids.dtype).removeprefix('torch.')} {[*ids.shape]}" if isinstance(ids, Tensor) else type(ids).__name__
+        )
+        raise UsageError(f"ids must be a tensor of integers [batch, tokens], got {got}")
+    batch, tokens = ids.shape
+    if tokens < 2:
+        raise UsageError(f"perplexity needs at least 2 tokens, got {tokens}")
+    if not batch:
+        raise UsageError("ids has no rows")
+    for name, value in (("segment", segment), ("prompt", prompt)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise UsageError(f"{name} must be an integer of at least 0, got {value!r}")
+    if prompt >= tokens:
+        raise UsageError(f"prompt must be below the text's {tokens} tokens, got {prompt}")
+    check_text(model, ids)
+    if cache is not None:
+        if not hasattr(cache, "get_seq_length"):
+            raise UsageError(
+                f"cache must be a tova.EvictingCache or one of transformers' caches, got {type(cache).__name__}"
+            )
+        if _seen(cache):
+            raise UsageError(
+                f"the cache has been used, for {_seen(cache)} tokens: losses are measured from a text's beginning; "
+                "take a new cache, or reset() this one"
+            )
+    # Of a model that is spread out, or kept elsewhere, the hooks that did so move what comes in.
+    return ids.long() if model.device.type == "meta" else ids.to(model.device, torch.int64)
+
+
+def _seen(cache: Cache) -> int:
+    """Tokens that have gone into a cache, or into one of those side by side."""
+    return max(int(one.get_seq_length()) for one in (cache, *getattr(cache, "caches", ())))
+
+
+def _prefill(cache: Any, how: str) -> None:
+    cache.prefill = how
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -112,7 +164,15 @@ def perplexity(losses: Iterable[Tensor]) -> float:
     for loss in losses:
         total += float(loss.double().sum())
         count += loss.numel()
-    return math.exp(total / count) if count else float("nan")
+    return perplexity_of(total / count) if count else float("nan")
+
+
+def perplexity_of(loss: float) -> float:
+    """exp of a mean loss in nats; infinite where that is more than a float holds, NaN for NaN."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -136,17 +196,20 @@ class AttentionReport:
     possible: Tensor
 
     def over(self, first_step: int, row: int = 0) -> LayerMeans:
-        """Means per layer of batch row ``row`` over the steps from ``first_step`` on."""
-        mass = self.mass[:, row, first_step:]
-        counted = ~mass.isnan()
-        count = int(counted[0].sum()) if len(counted) else 0
+        """Means per layer of batch row ``row`` over the steps from ``first_step`` on, added up in float64.
+
+        A step that counts and is NaN makes its layer's mean NaN.
+        """
+        counted = self.possible[:, row, first_step:] > 0
+
+        def means(shares: Tensor) -> list[float]:
+            counting = shares[:, row, first_step:].double().masked_fill(~counted, 0.0)
+            return (counting.sum(-1) / counted.sum(-1)).tolist()
+
         return LayerMeans(
-            steps=count,
-            retained_mass=mass.nanmean(-1).tolist(),
-            retained_mass_with_self=self.mass_with_self[:, row, first_step:]
-            .masked_fill(~counted, float("nan"))
-            .nanmean(-1)
-            .tolist(),
+            steps=int(counted[0].sum()) if len(counted) else 0,
+            retained_mass=means(self.mass),
+            retained_mass_with_self=means(self.mass_with_self),
             hits=self.hits[:, row, first_step:].sum(-1).tolist(),
             possible=self.possible[:, row, first_step:].sum(-1).tolist(),
         )
