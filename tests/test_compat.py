@@ -33,27 +33,19 @@ def test_columns_or_their_number() -> None:
     assert compat.number_of(5) == compat.number_of(torch.arange(7, 12)) == 5
 
 
-def test_masks_asked_for_by_columns() -> None:
+def test_masks_asked_for_by_columns(monkeypatch) -> None:
     """What a mask function learns is the same whichever way it is asked."""
-
-    def mask(**kwargs):
-        return kwargs
-
-    ask = compat._by_columns(mask)
-    columns = torch.arange(7, 12)
-    found = ask(batch_size=2, cache_position=columns, kv_length=12, kv_offset=0, allow_is_causal_skip=False)
-    expected = dict(batch_size=2, q_length=5, q_offset=7, kv_length=12, kv_offset=0, device=columns.device)
-    assert found == expected | dict(allow_is_causal_skip=False, use_vmap=True)
-    assert ask(cache_position=columns)["use_vmap"] is False
-    assert ask(cache_position=columns, allow_is_causal_skip=False, use_vmap=False)["use_vmap"] is False
-
-
-def test_dense_mask() -> None:
-    """Later columns and padding, in the words of every version."""
-    padding = torch.tensor([[True] * 6, [False] * 2 + [True] * 4])
-    found = compat.sdpa_mask(batch_size=2, q_length=2, q_offset=4, kv_length=6, attention_mask=padding)
-    assert found is not None
-    assert torch.equal(found[:, 0], torch.ones(2, 6, dtype=torch.bool).tril(4) & padding[:, None])
+    columns, rule = torch.arange(7, 12), object()
+    by_length = dict(batch_size=2, q_length=5, q_offset=7, kv_length=12, kv_offset=0, device=columns.device)
+    by_columns = dict(batch_size=2, cache_position=columns, kv_length=12, kv_offset=0)
+    monkeypatch.setattr(compat, "_MASKS_BY_COLUMNS", False)
+    newer = compat.asked_by_length(by_length | dict(mask_function=rule, use_vmap=False))
+    monkeypatch.setattr(compat, "_MASKS_BY_COLUMNS", True)
+    assert compat.asked_by_length(by_columns | dict(mask_function=rule)) == newer
+    assert (newer.q_length, newer.q_offset, newer.kv_length, newer.mask_function) == (5, 7, 12, rule)
+    # Before 5.0 that the mask may not be skipped says that its rule may not work on indices.
+    assert compat.asked_by_length(by_columns | dict(allow_is_causal_skip=False)).use_vmap is True
+    assert compat.asked_by_length(by_columns | dict(allow_is_causal_skip=False, use_vmap=False)).use_vmap is False
 
 
 def test_registered_mask_reaches_the_models() -> None:
@@ -62,8 +54,9 @@ def test_registered_mask_reaches_the_models() -> None:
 
     asked = []
 
-    def mask(*, q_length, kv_length, q_offset, device, use_vmap, **kwargs):
-        asked.append((q_length, kv_length, q_offset))
+    def mask(**kwargs):
+        found = compat.asked_by_length(kwargs)
+        asked.append((found.q_length, found.kv_length, found.q_offset))
 
     compat.register("tova_test", compat.sdpa_attention_forward, mask)
     config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
