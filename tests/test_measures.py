@@ -69,6 +69,52 @@ def test_mass_and_recall_against_a_naive_loop(policy: str) -> None:
         assert report.over(0).retained_mass == pytest.approx([1.0] * 2, abs=1e-6)
 
 
+def seen_of(query, key, evicted_at):
+    from tova.observers import Seen
+    from tova.replay import Attention
+
+    return Seen(0, 0, query, key, Attention(1.0), evicted_at, None)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float64", "meta"])
+def test_nothing_is_made_in_the_default_dtype_or_on_the_default_device(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 2, 50, 8, generator=generator) for _ in range(2))
+    log = torch.randint(20, 60, (1, 1, 50), generator=generator)
+    found = []
+    usual = torch.get_default_dtype()
+    for changed in (False, True):
+        measures = AttentionMeasures(block=20, compiled=False)
+        try:
+            if changed and kind == "meta":
+                torch.set_default_device("meta")
+            elif changed:
+                torch.set_default_dtype(getattr(torch, kind))
+            measures.see(seen_of(query, key, log))
+            report = measures.report
+            found.append((report.mass, report.mass_with_self, report.hits, report.possible, report.over(0)))
+        finally:
+            torch.set_default_dtype(usual)
+            torch.set_default_device(None)
+    for expected, ours in zip(*(f[:4] for f in found), strict=True):
+        assert ours.dtype == expected.dtype
+        assert torch.equal(ours.nan_to_num(), expected.nan_to_num())
+    assert found[0][4] == found[1][4]
+
+
+def test_mass_where_nearly_all_of_the_weight_is_on_the_query_itself() -> None:
+    """One minus nearly one is mostly rounding: what lies on earlier positions is added up itself."""
+    query = torch.ones(1, 1, 40, 1)
+    key = torch.linspace(-1, 1, 40).view(1, 1, 40, 1).clone()
+    key[:, :, -1] = 14.0
+    log = torch.arange(40).view(1, 1, 40) * 3 + 10
+    measures = AttentionMeasures(compiled=False)
+    measures.see(seen_of(query, key, log))
+    weights = key[0, 0, :39, 0].double().exp()
+    expected = float((weights * (log[0, 0, :39] >= 39)).sum() / weights.sum())
+    assert float(measures.report.mass[0, 0, 39]) == pytest.approx(expected, abs=1e-6)
+
+
 def test_averages_over_saturated_steps() -> None:
     model = tiny("llama")
     measures = AttentionMeasures()

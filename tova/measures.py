@@ -146,7 +146,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         targets: int64 [B, T].
     """
     dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
-    wide = torch.float32 if logits.device.type == "mps" else torch.float64  # Apple's GPUs know no float64
+    wide = _wide(logits.device)
     out = torch.empty(targets.shape, dtype=dtype, device=logits.device)
     rows = max(1, _NUMBERS_AT_ONCE // logits.shape[-1])
     for b in range(targets.shape[0]):
@@ -156,6 +156,11 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
             wanted = piece.gather(-1, targets[b, part].unsqueeze(-1)).squeeze(-1)
             out[b, part] = piece.logsumexp(-1) - wanted
     return out
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    """What sums are added up in: float64, which Apple's GPUs do not know."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def perplexity(losses: Iterable[Tensor]) -> float:
@@ -299,12 +304,16 @@ class AttentionMeasures:
         row = logits.masked_fill_(~allowed.unsqueeze(2), float("-inf")).softmax(-1).mean(2)
         visible = allowed & (evicted_at.unsqueeze(2) >= steps.unsqueeze(1))
         itself = column == steps.unsqueeze(1)
-        own = row[..., seen.first + begin :].diagonal(dim1=-2, dim2=-1)
-        on_visible = (row * visible).sum(-1)
         earlier = allowed & ~itself
+
+        def on(where: Tensor) -> Tensor:
+            return (row * where).sum(-1, dtype=_wide(device))
+
+        on_visible = on(visible).float()
         possible = earlier.sum(-1).clamp_max(HEAVY_HITTERS)
         hits = _hits(row.masked_fill(~earlier, -1.0), visible, possible)
-        mass = (on_visible - own) / (1.0 - own).clamp_min(torch.finfo(row.dtype).tiny)
+        # Not one minus the query's own weight: where that is nearly all, the difference would be rounding.
+        mass = (on(visible & earlier) / on(earlier).clamp_min(torch.finfo(torch.float32).tiny)).float()
         mass = mass.masked_fill(possible == 0, float("nan"))
         return mass.mean(1).cpu(), on_visible.mean(1).cpu(), hits.sum(1).cpu(), possible.sum(1).cpu()
 
