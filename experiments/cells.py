@@ -24,6 +24,10 @@ FORMAT = 1
 """Raise it when results change their meaning: older ones are then not found, instead of being mixed with new ones."""
 
 
+_MOST = 2**31
+"""No text is so long; numbers far beyond would not fit where positions do."""
+
+
 @dataclass(frozen=True)
 class Budget:
     """Positions a layer may keep: a number of tokens, or a share of a document's length, rounded down."""
@@ -44,6 +48,8 @@ class Budget:
             raise UsageError(f"budget={value}: must be {wanted}")
         if value < 1 and isinstance(value, int):
             raise UsageError(f"budget={value}: must be at least 1 token, or a share above 0 and below 1")
+        if value >= _MOST:
+            raise UsageError(f"budget={value}: must be below {_MOST:,} tokens; no limit at all is policy=full")
         return cls(value)
 
     def tokens(self, length: int) -> int:
@@ -205,6 +211,8 @@ def plan(config: DictConfig) -> Cell:
     every = resolved["evict_every"]
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise UsageError(f"evict_every={every}: must be an integer of at least 1")
+    if every >= _MOST:
+        raise UsageError(f"evict_every={every}: must be below {_MOST:,} tokens")
     prompt = Prompt.parse(resolved["prompt"])
     _check_prefill(resolved["prefill"], prompt, policy_class)
     if budget is None:
@@ -297,6 +305,7 @@ def _make(config: DictConfig, what: str) -> Any:
 
 
 def _device(name: str) -> str:
+    """The device in torch's words; raises where this machine has none such."""
     import torch
 
     if name == "auto":
@@ -305,6 +314,19 @@ def _device(name: str) -> str:
         device = torch.device(name)
     except RuntimeError as e:
         raise UsageError(f"device={name}: must be auto, cpu, cuda or cuda:N") from e
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device={name}: this machine has no CUDA device; use device=cpu or device=auto")
+    if device.type == "cpu":
+        return "cpu"
+    if device.type == "cuda":
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    elif device.type == "mps":
+        there = int(torch.backends.mps.is_available())
+    else:
+        raise UsageError(f"device={name}: must be auto, cpu, cuda or cuda:N")
+    if not there:
+        raise UsageError(
+            f"device={name}: this machine has no {device.type.upper()} device; use device=cpu or device=auto"
+        )
+    if (device.index or 0) >= there:
+        last = f"the last is {device.type}:{there - 1}"
+        raise UsageError(f"device={name}: this machine has {there} {device.type.upper()} devices, {last}")
     return str(device)

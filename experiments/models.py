@@ -255,24 +255,85 @@ def _load(
 
     _quiet()
     common: dict[str, Any] = {"local_files_only": local, "revision": revision}
+    folder = Path(name) if Path(name).is_dir() else None
+    if folder is not None:
+        _check_files(folder)
+    part = "tokenizer"
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=getattr(torch, _dtype_name(dtype)), device_map=device_map, **common
+        part = "model"
+        model, found = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=getattr(torch, _dtype_name(dtype)),
+            device_map=device_map,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # said below, tensor by tensor
+            **common,
         )
-    except (OSError, ValueError) as e:
-        first = str(e).strip().split("\n")[0]
+    except Exception as e:  # transformers, and what it loads with, raise errors of many kinds
+        raise UsageError(f"model.name={name}: {_why(e, part, folder, offline=local)}") from e
+    lacking = [*sorted(found["missing_keys"]), *(key for key, *_ in found["mismatched_keys"])]
+    if lacking:
+        what = "is" if len(lacking) == 1 else f"and {len(lacking) - 1} more are"
         raise UsageError(
-            f"model.name={name} cannot be loaded: {first}"
-            if not local
-            else f"model.name={name}: not complete on this machine, and the hub cannot be reached ({first})"
-        ) from e
+            f"model.name={name}: {lacking[0]} {what} not among its weights, in the shape config.json asks for: it "
+            "would run with random ones"
+        )
     if device_map is None:
         model = model.to(device)
     commit = getattr(model.config, "_commit_hash", None)
     if commit:
         provenance = {**provenance, "revision": commit}
     return Loaded(tova.enable(model.eval()), tokenizer, provenance)
+
+
+_FILES = {
+    "config.json": ("config.json",),
+    "weights (model.safetensors or the like)": ("*.safetensors", "*.bin", "*.index.json"),
+    "tokenizer (tokenizer.json or the like)": (
+        "tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt", "spiece*", "tekken.json",
+    ),
+}  # fmt: skip
+"""What a model's folder must hold, and names under which it is found there."""
+
+
+def _check_files(folder: Path) -> None:
+    """Raise for what a local model lacks altogether."""
+    for what, patterns in _FILES.items():
+        if not any(path for pattern in patterns for path in folder.glob(pattern)):
+            raise UsageError(f"model.name={folder}: the folder has no {what}")
+
+
+def _why(error: Exception, part: str, folder: Path | None, *, offline: bool) -> str:
+    """Why a part of a model, itself or its tokenizer, could not be loaded."""
+    from safetensors import SafetensorError
+
+    said = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".: ")
+    if isinstance(error, ImportError):
+        return f"the {part} needs a package that is not installed ({said})"
+    if isinstance(error, SafetensorError):
+        return _broken(folder, said)
+    if folder is None and offline and isinstance(error, OSError | ValueError):
+        return f"not complete on this machine, and the hub cannot be reached ({said})"
+    if isinstance(error, OSError | ValueError):
+        return f"the {part} cannot be loaded ({said})"
+    return f"the {part} cannot be loaded ({type(error).__name__}: {said})"
+
+
+def _broken(folder: Path | None, said: str) -> str:
+    """Which file of weights is not readable."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.glob("*.safetensors")) if folder is not None else []:
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as e:
+            with path.open("rb") as f:
+                if f.read(23) == b"version https://git-lfs":
+                    return f"{path.name} is a pointer of Git LFS, not the weights; fetch them with git lfs pull"
+            return f"{path.name} is broken, or was not copied to its end ({e})"
+    return f"a file of its weights is broken, or was not fetched to its end ({said})"
 
 
 def _dtype_name(dtype: str) -> str:
@@ -284,8 +345,7 @@ def _dtype_name(dtype: str) -> str:
 def _fingerprint(folder: Path) -> str:
     """Of a local model: names, sizes and times of its files, and the contents of the small ones."""
     digest = hashlib.sha256()
-    if not (folder / "config.json").exists():
-        raise UsageError(f"model.name={folder}: the folder has no config.json")
+    _check_files(folder)
     for path in sorted(folder.iterdir()):
         if path.is_file():
             stat = path.stat()

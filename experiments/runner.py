@@ -182,9 +182,10 @@ def _warm_up(loaded: Loaded) -> None:
     import torch
 
     from tova import EvictingCache, policies
+    from tova.limits import positions, vocabulary
     from tova.measures import AttentionMeasures, token_nll
 
-    ids = torch.arange(2, 18, device=loaded.model.device).unsqueeze(0)
+    ids = torch.arange(2, 18)[: positions(loaded.model)].unsqueeze(0) % (vocabulary(loaded.model) or 18)
     token_nll(loaded.model, ids, EvictingCache(policies.Tova(budget=4), observers=[AttentionMeasures()]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -12,6 +13,7 @@ import pytest
 
 from experiments import assets
 from experiments.data import Books, HubDataset, TextFiles
+from experiments.models import Hub
 from tova import UsageError
 
 CONTENT = b"weights"
@@ -179,3 +181,92 @@ def test_packaged_models_need_a_recent_transformers(monkeypatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda package: "5.2.0")
     with pytest.raises(UsageError, match=r"model=smollm2_135m: needs transformers 5\.20 or newer, this is 5\.2\.0"):
         SmolLM2().load("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, smollm2):
+    """A tiny model with the packaged model's tokenizer, as a folder."""
+    import transformers
+
+    path = tmp_path_factory.mktemp("models") / "whole"
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=49_152, **sizes)).save_pretrained(path)
+    smollm2.tokenizer.save_pretrained(path)
+    return path
+
+
+def _cut(path):
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def _pointer(path):
+    (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+
+
+def _without(*names):
+    def change(path):
+        for name in names:
+            (path / name).unlink()
+
+    return change
+
+
+def _without_a_weight(path):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _configured(**more):
+    import json
+
+    def change(path):
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | more))
+
+    return change
+
+
+BROKEN = {
+    "cut": (_cut, r"model\.safetensors is broken, or was not copied to its end \(Error while deserializing header"),
+    "empty": (lambda path: (path / "model.safetensors").write_bytes(b""), r"model\.safetensors is broken, or was not"),
+    "pointer": (_pointer, r"model\.safetensors is a pointer of Git LFS, not the weights; fetch them with git lfs pull"),
+    "no config": (_without("config.json"), r"the folder has no config\.json"),
+    "no weights": (_without("model.safetensors"), r"the folder has no weights \(model\.safetensors or the like\)"),
+    "no tokenizer": (
+        _without("tokenizer.json", "tokenizer_config.json"),
+        r"the folder has no tokenizer \(tokenizer\.json or the like\)",
+    ),
+    "tokenizer": (
+        lambda path: (path / "tokenizer.json").write_text("{"),
+        r"the tokenizer cannot be loaded \(Expecting",
+    ),
+    "config": (lambda path: (path / "config.json").write_text("{"), r"the tokenizer cannot be loaded \(It looks like"),
+    "a weight": (_without_a_weight, r"model\.layers\.0\.mlp\.up_proj\.weight is not among its weights"),
+    "a shape": (
+        _configured(intermediate_size=24),
+        r"model\.layers\.0\.mlp\.\S+ and 2 more are not among its weights, in the shape config\.json asks for",
+    ),
+    "package": (
+        _configured(quantization_config=dict(quant_method="gptq", bits=4)),
+        r"the model needs a package that is not installed \(",
+    ),
+    "kind": (_configured(model_type="nonsense"), "cannot be loaded "),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_folder_that_is_no_model(folder, tmp_path, what: str) -> None:
+    """One sentence with the true cause; above all, nothing runs with weights that are random."""
+    change, sentence = BROKEN[what]
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
+    assert Hub(str(path)).load("cpu").model.config.vocab_size == 49_152
+    change(path)
+    with pytest.raises(UsageError, match=rf"model\.name=\S+: .*{sentence}") as refused:
+        Hub(str(path)).load("cpu")
+    assert "hub cannot be reached" not in str(refused.value)
+    assert "\n" not in str(refused.value)

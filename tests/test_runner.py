@@ -290,6 +290,11 @@ MISTAKES = {
     "tokens": (["dataset.tokens=1"], "dataset.tokens must be an integer of at least 2, or null for all, got 1"),
     "dtype": (["model.dtype=float8"], "model.dtype must be one of float32, bfloat16, float16, got 'float8'"),
     "device": (["device=gpu"], "device=gpu: must be auto, cpu, cuda or cuda:N"),
+    "device meta": (["device=meta"], "device=meta: must be auto, cpu, cuda or cuda:N"),
+    "device mps": (["device=mps"], "device=mps: this machine has no MPS device; use device=cpu or device=auto"),
+    "device cuda:3": (["device=cuda:3"], "device=cuda:3: this machine has "),
+    "budget 2^63": (["budget=9223372036854775808"], "budget=9223372036854775808: must be below 2,147,483,648 tokens;"),
+    "evict_every 2^63": (["evict_every=9223372036854775808"], "evict_every=9223372036854775808: must be below 2,147,4"),
     "tracking": (["tracking.mode=on"], "tracking.mode=on: must be one of offline, online, disabled"),
     "hub": (["model=hub", "model.name=nobody/nothing"], "model.name=nobody/nothing is not on this machine"),
     "folder": (["model=hub", "model.name=./nowhere"], "model.name=./nowhere: there is no such folder"),
@@ -320,6 +325,47 @@ def test_one_mistake_one_sentence(place, monkeypatch, capsys, mistake: str) -> N
     assert len(err.strip().splitlines()) == 1, err
     assert says in err
     assert left_behind(place) == []
+
+
+def test_more_devices_than_there_are(monkeypatch) -> None:
+    from experiments.cells import _device
+    from tova import UsageError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert _device("cuda:1") == "cuda:1"
+    assert _device("auto") == "cuda"
+    assert _device("cpu:0") == "cpu"
+    with pytest.raises(UsageError, match="device=cuda:3: this machine has 2 CUDA devices, the last is cuda:1"):
+        _device("cuda:3")
+
+
+def folder_of(place, model) -> list[str]:
+    """A model as a folder, with the tokenizer of bytes that ``random_llama`` has."""
+    import transformers
+
+    model.save_pretrained(place / "texts" / "model")
+    transformers.ByT5Tokenizer().save_pretrained(place / "texts" / "model")
+    return [*TINY, "model=hub", "model.name=texts/model", "policy=full"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(vocab_size=100), "token 122 is no word of the model, the model's vocabulary has 100: was the text"),
+        (dict(n_positions=64), "120 tokens are more than the 64 positions this model has; take dataset.tokens=64 or"),
+    ],
+)
+def test_a_text_the_model_cannot_read(place, monkeypatch, capsys, options: dict, says: str) -> None:
+    import transformers
+
+    config = transformers.GPT2Config(**dict(vocab_size=384, n_embd=32, n_layer=1, n_head=2, n_positions=512) | options)
+    words = folder_of(place, transformers.GPT2LMHeadModel(config))
+    code, _, err = command(monkeypatch, capsys, *words)
+    assert code == 2, err
+    assert f"error: document a: {says}" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert not (place / "results").exists() or not any((place / "results/runs").iterdir())
 
 
 def test_one_bad_value_of_a_sweep_stops_it_before_it_starts(place, monkeypatch, capsys) -> None:

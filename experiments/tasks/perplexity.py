@@ -212,8 +212,14 @@ class Perplexity:
 
 
 def encode(loaded: Loaded, text: str, tokens: int | None, name: str) -> torch.Tensor:
-    """int64 [T]: the text's first ``tokens`` tokens, with a BOS if the tokenizer puts one."""
+    """int64 [T]: the text's first ``tokens`` tokens, with a BOS if the tokenizer puts one.
+
+    Raises:
+        UsageError: there are too few of them, or the model cannot read them; the document is named.
+    """
     import torch
+
+    from tova.limits import check_text, positions
 
     # The beginning is enough, unless its tokens might reach the place where it was cut.
     ids = loaded.tokenizer(text if tokens is None else text[: 16 * tokens])["input_ids"]
@@ -221,7 +227,18 @@ def encode(loaded: Loaded, text: str, tokens: int | None, name: str) -> torch.Te
         ids = loaded.tokenizer(text)["input_ids"]
     if len(ids) < 2:
         raise UsageError(f"document {name}: has {len(ids)} tokens, perplexity needs at least 2")
-    return torch.tensor(ids[:tokens], dtype=torch.int64)
+    found = torch.tensor(ids[:tokens], dtype=torch.int64)
+    room = positions(loaded.model)
+    if room is not None and len(found) > room:
+        raise UsageError(
+            f"document {name}: {len(found)} tokens are more than the {room} positions this model has; take "
+            f"dataset.tokens={room} or fewer"
+        )
+    try:
+        check_text(loaded.model, found.unsqueeze(0))
+    except UsageError as e:
+        raise UsageError(f"document {name}: {e}") from e
+    return found
 
 
 def _free_bytes(device: torch.device) -> int | None:
