@@ -92,6 +92,7 @@ class Runner:
         try:
             for which, measured, arrays in cells[0].task.run_together(contexts):  # type: ignore[attr-defined]
                 folders[which].append({**measured, **provenance(cells[which])}, arrays)
+                self._say_if_not_finite(cells[which], measured)
         except Exception as e:
             self.progress.say(f"{len(cells)} cells at once did not work ({type(e).__name__}); one by one")
         finally:
@@ -135,12 +136,21 @@ class Runner:
             for measured, arrays in cell.task.run(context):
                 row = {**measured, **provenance(cell)}
                 folder.append(row, arrays)
+                self._say_if_not_finite(cell, row)
                 tracker.document(row)
             rows = sorted(folder.rows(), key=lambda r: r["index"])
             summary = {**cell.task.summarise(rows), **_what(cell), **provenance(cell)}
             folder.finish(summary)
             tracker.summary(summary)
         return summary
+
+    def _say_if_not_finite(self, cell: Cell, row: Row) -> None:
+        """A line about a document whose losses are not all finite; its figures show it, and the sweep goes on."""
+        if lost := row.get("tokens_not_finite"):
+            self.progress.say(
+                f"{cell.title}, document {row['document']}: {lost:,} of {row['steps']:,} losses are not finite, the "
+                f"first is that of token {row['first_not_finite']:,}"
+            )
 
     def _reference(self, cell: Cell) -> Callable[[int], dict[str, np.ndarray]]:
         """Per-token figures of the full cache on the same documents, measured first if they are not there."""
@@ -259,6 +269,9 @@ def headline(summary: Row) -> str:
         ("recall", "heavy_hitter_recall", ".4f"),
         (str(summary.get("against")), "shared", ".4f"),
     ):
-        if isinstance(summary.get(figure), float) and not math.isnan(summary[figure]):
+        known = isinstance(summary.get(figure), float) and not math.isnan(summary[figure])
+        if known or (figure == "perplexity" and summary.get("tokens_not_finite")):
             parts.append(f"{name} {summary[figure]:{form}}")
+    if lost := summary.get("tokens_not_finite"):
+        parts.append(f"{lost:,} losses not finite")
     return "  ".join(parts)

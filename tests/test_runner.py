@@ -411,6 +411,109 @@ def test_a_failing_cell_does_not_stop_the_others(place, monkeypatch, capsys) -> 
     assert len(experiments.frame()) == 2
 
 
+@pytest.fixture
+def spoilt(monkeypatch):
+    """Lets a function change the logits [1, T, V] of a text that begins with a given token."""
+    from experiments.models import RandomLlama
+
+    original = RandomLlama.load
+
+    def by(first: str | None, change) -> None:
+        def load(self, device):
+            loaded = original(self, device)
+
+            def hook(module, args, kwargs, out):
+                if first is None or int(kwargs["input_ids"][0, 0]) == ord(first) + 3:  # bytes come after three others
+                    change(out.logits)
+
+            loaded.model.register_forward_hook(hook, with_kwargs=True)
+            return loaded
+
+        monkeypatch.setattr(RandomLlama, "load", load)
+        monkeypatch.setattr("experiments.runner._KEPT_LOADED", {})
+
+    return by
+
+
+def test_losses_that_are_not_finite_are_shown(place, monkeypatch, capsys, spoilt) -> None:
+    """The document is marked and named, the sweep goes on, and the closing table says NaN, not nothing."""
+    (place / "texts" / "c.txt").write_text("quite fine. " * 40)
+
+    def change(logits):
+        logits[:, 49:60] = float("nan")
+        logits[:, 70] = float("-inf")
+
+    spoilt(TEXT[::-1][0], change)
+    words = ["-m", *TINY, "policy=full,tova,window", "budget=16,32"]
+    for together in ("task.together=1", "task.together=4"):
+        code, out, err = command(monkeypatch, capsys, *words, together)
+        assert code == 0, err
+        assert "did not work" not in err
+        assert "full, document b: 12 of 119 losses are not finite, the first is that of token 50" in err
+        assert "tova 16, document b: 12 of 119 losses are not finite, the first is that of token 50" in err
+        assert "perplexity nan" in err
+        rows = experiments.documents()
+        assert rows["tokens_not_finite"].tolist() == [0, 12, 0] * 5
+        assert rows.loc[rows["document"] == "b", "first_not_finite"].tolist() == [50.0] * 5
+        assert rows.loc[rows["document"] != "b", "perplexity"].notna().all()
+        frame = experiments.frame()
+        assert frame["tokens_not_finite"].tolist() == [12] * 5
+        assert frame["perplexity"].isna().all()
+        table = (find_sweep("sweep").path / "table.md").read_text()
+        assert "### perplexity, all tokens\n\n| policy | all | 16 | 32 |" in table
+        assert "| tova |  | NaN | NaN |" in table
+        assert "| full | NaN |  |  |" in table
+        assert "perplexity, all tokens" in out
+        assert out.count("NaN") >= 10
+        shutil.rmtree(place / "results")
+
+
+def test_a_loss_too_large_for_a_perplexity(place, monkeypatch, capsys, spoilt) -> None:
+    spoilt(None, lambda logits: logits.mul_(1e4))
+    code, _, err = command(monkeypatch, capsys, "-m", *TINY, "policy=full,tova", "budget=16")
+    assert code == 0, err
+    assert experiments.frame()["perplexity"].tolist() == [float("inf")] * 2
+    assert "| tova |  | inf |" in (find_sweep("sweep").path / "table.md").read_text()
+    assert experiments.frame()["tokens_not_finite"].tolist() == [0, 0]
+
+
+def test_tables_of_figures_that_are_partly_not_finite() -> None:
+    """Blank where nothing was measured, NaN where it was and is none, and best among the others."""
+    from experiments.report.figures import figure, png
+    from experiments.report.table import console_table, groups, markdown, wide_markdown
+
+    nan, inf = float("nan"), float("inf")
+    same = dict(task="perplexity", model="m", model_note="m", dataset="d", documents=1, tokens=9, tokens_per_second=1.0)
+    cells = [
+        ("full", nan, 5.0, 0),
+        ("tova", 16, 8.0, 0),
+        ("tova", 32, nan, 3),
+        ("window", 16, inf, 0),
+        ("h2o", 32, 7.0, 0),
+    ]
+    frame = pd.DataFrame(
+        [
+            dict(**same, policy=p, budget=b, budget_requested=b, perplexity=x, tokens_not_finite=n)
+            for p, b, x, n in cells
+        ]
+    )
+    text = markdown(frame)
+    for line in (
+        "| full | 5.000 |  |  |",
+        "| tova |  | **8.000** | NaN |",
+        "| window |  | inf |  |",
+        "| h2o |  |  | 7.000 |",
+    ):
+        assert line in text, text
+    ((title, group),) = groups(frame)
+    assert "| tova | **8.000** | NaN |" in wide_markdown(group)
+    assert console_table(title, group).row_count == 5
+    assert png(figure(frame))
+    assert png(figure(frame.assign(perplexity=nan, tokens_not_finite=1)))
+    earlier = frame.drop(columns="tokens_not_finite")
+    assert "| tova |  | **8.000** |  |" in markdown(earlier)
+
+
 def offline_runs(folder: Path) -> list[dict]:
     """What the logs of offline W&B runs say: LevelDB-style blocks of protobuf records."""
     from wandb.proto import wandb_internal_pb2

@@ -6,6 +6,7 @@ import io
 import itertools
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 
 from experiments.report.table import FULL, NO_LIMIT, groups, measures, pivot
@@ -41,7 +42,7 @@ def figure(frame: pd.DataFrame) -> Figure:
     for number, (title, group) in enumerate(panels, start=1):
         axes = drawn.add_subplot(len(panels), 1, number)
         measure = measures(group)[0]
-        table = pivot(group, measure)
+        table = pivot(group, measure).replace([np.inf, -np.inf], np.nan)  # what is not finite has no place on an axis
         others = iter(_OTHERS * 8)
         ceiling = _ceiling(table) if measure.low else None
         for policy in table.index:
@@ -52,7 +53,7 @@ def figure(frame: pd.DataFrame) -> Figure:
                 if ceiling is not None and values.max() > ceiling:
                     label += f" (to {values.max():.0f}, off the scale)"
                 axes.plot([float(b) for b in values.index], values, color=colour, marker=marker, label=label)
-        if FULL in table.index:
+        if FULL in table.index and not np.isnan(table[NO_LIMIT][FULL]):
             axes.axhline(float(table[NO_LIMIT][FULL]), color="black", linestyle="--", linewidth=1, label=FULL)
         if ceiling is not None:
             lowest = float(table.min().min())
@@ -67,7 +68,8 @@ def figure(frame: pd.DataFrame) -> Figure:
         axes.set_ylabel(measure.title)
         axes.set_title(title, fontsize=9)
         axes.grid(True, alpha=0.3)
-        axes.legend(fontsize=8)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
     return drawn
 
 

@@ -59,7 +59,13 @@ def measures(frame: pd.DataFrame, beside: bool = False) -> list[Measure]:
     tasks = set(frame["task"])
     wanted = _BY_TASK.get(tasks.pop(), (_MODEL, _MODEL_BESIDE)) if len(tasks) == 1 else (_MODEL, _MODEL_BESIDE)
     chosen = [*wanted[0], *(wanted[1] if beside else ())]
-    return [m for m in chosen if m.column in frame and frame[m.column].notna().any()]
+    return [m for m in chosen if m.column in frame and _known(frame, m).any()]
+
+
+def _known(frame: pd.DataFrame, measure: Measure) -> pd.Series:
+    """bool per cell: it has the figure, or would have it had its losses been finite."""
+    known = frame[measure.column].notna()
+    return known | (frame["tokens_not_finite"].fillna(0) > 0) if "tokens_not_finite" in frame else known
 
 
 def prepared(frame: pd.DataFrame) -> pd.DataFrame:
@@ -100,8 +106,25 @@ def _documents(row: Any) -> str:
 
 
 def pivot(group: pd.DataFrame, measure: Measure) -> pd.DataFrame:
-    """Policies down in the order they were run, ``full`` first; budgets across, ascending."""
-    table = group.pivot_table(index="policy", columns="at", values=measure.column, sort=False, aggfunc="first")
+    """Policies down in the order they were run, ``full`` first; budgets across, ascending.
+
+    NaN where there is no figure; see :func:`printed` for where it is one.
+    """
+    return _spread(group[_known(group, measure)], measure.column)
+
+
+def printed(group: pd.DataFrame, measure: Measure) -> pd.DataFrame:
+    """:func:`pivot` as texts: nothing where there is no figure, NaN where losses that were not finite made it so."""
+    figures = pivot(group, measure)
+    texts = figures.map(lambda value: show(value, measure)).astype(object)
+    if "tokens_not_finite" in group:
+        lost = _spread(group[_known(group, measure)], "tokens_not_finite").fillna(0) > 0
+        texts = texts.mask(lost & figures.isna(), "NaN")
+    return texts
+
+
+def _spread(group: pd.DataFrame, column: str) -> pd.DataFrame:
+    table = group.pivot_table(index="policy", columns="at", values=column, sort=False, aggfunc="first", dropna=False)
     columns = sorted(table.columns, key=lambda v: -1.0 if v == NO_LIMIT else float(v))
     order = sorted(table.index, key=lambda name: name != FULL)
     return table.loc[order, columns]
@@ -139,14 +162,12 @@ def console_table(title: str, group: pd.DataFrame) -> Table:
         table.add_column(str(budget), justify="right", no_wrap=True)
     for measure in chosen:
         figures = pivot(group, measure).reindex(columns=budgets)
+        texts = printed(group, measure).reindex(columns=budgets, fill_value="")
         marks = best(figures, measure)
         table.add_section()
         table.add_row(Text(measure.title, style="italic"))
         for policy in figures.index:
-            cells = [
-                Text(show(figures.loc[policy, b], measure), style="bold" if marks.loc[policy, b] else "")
-                for b in budgets
-            ]
+            cells = [Text(texts.loc[policy, b], style="bold" if marks.loc[policy, b] else "") for b in budgets]
             table.add_row(f"  {policy}", *cells)
     return table
 
@@ -162,10 +183,15 @@ def long_table(group: pd.DataFrame) -> pd.DataFrame:
         row = {"policy": cell["policy"], "budget": "" if cell["at"] == NO_LIMIT else str(cell["at"])}
         if differs:
             row["held"] = "" if pd.isna(cell["held_mean"]) else f"{cell['held_mean']:.1f}"
-        row |= {m.short: show(cell[m.column], m) for m in measures(group, beside=True)}
+        row |= {m.short: _of_a_cell(cell, m) for m in measures(group, beside=True)}
         row["tokens/s"] = f"{cell['tokens_per_second']:,.0f}"
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _of_a_cell(cell: Any, measure: Measure) -> str:
+    lost = cell.get("tokens_not_finite", 0)
+    return show(cell[measure.column], measure) or ("NaN" if lost and lost > 0 else "")
 
 
 def markdown(frame: pd.DataFrame) -> str:
@@ -179,7 +205,7 @@ def markdown(frame: pd.DataFrame) -> str:
             parts.append(f"### {measure.title}\n")
             lines = [["policy", *(str(c) for c in figures.columns)]]
             for policy in figures.index:
-                texts = [show(figures.loc[policy, c], measure) for c in figures.columns]
+                texts = list(printed(group, measure).loc[policy])
                 bold = [f"**{t}**" if marks.loc[policy, c] else t for t, c in zip(texts, figures.columns, strict=True)]
                 lines.append([str(policy), *bold])
             parts.append(_rows(lines) + "\n")
@@ -197,16 +223,16 @@ def wide_markdown(group: pd.DataFrame) -> str:
         marks = best(figures, measure)
         for place, budget in enumerate(c for c in figures.columns if c != NO_LIMIT):
             header.append(f"{measure.short} {budget}" if place == 0 else str(budget))
-            columns.append((measure, figures, marks, budget))
+            columns.append((printed(group, measure), marks, budget))
     lines = [header]
     for policy in pivot(group, measures(group)[0]).index:
         line = [str(policy)]
-        for measure, figures, marks, budget in columns:
+        for texts, marks, budget in columns:
             if policy == FULL:
-                first = budget == next(c for c in figures.columns if c != NO_LIMIT)
-                line.append(show(figures.loc[policy, NO_LIMIT], measure) if first else "")
+                first = budget == next(c for c in texts.columns if c != NO_LIMIT)
+                line.append(texts.loc[policy, NO_LIMIT] if first else "")
             else:
-                text = show(figures.loc[policy, budget], measure)
+                text = texts.loc[policy, budget]
                 line.append(f"**{text}**" if marks.loc[policy, budget] else text)
         lines.append(line)
     return _rows(lines)

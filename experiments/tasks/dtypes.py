@@ -77,8 +77,8 @@ class Dtypes:
                 "same_sets": float(same.mean()),
                 "shared": float(shared.mean()),
                 "shared_by_layer": shared.mean(1).tolist(),
-                "nll": float(ours_nll.mean()),
-                "nll_against": float(theirs_nll.mean()),
+                "nll": float(ours_nll.mean(dtype=np.float64)),
+                "nll_against": float(theirs_nll.mean(dtype=np.float64)),
             }
             yield row, {"same": same, "shared": shared}
             context.advance(tokens)

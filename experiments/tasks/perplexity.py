@@ -170,7 +170,7 @@ class Perplexity:
             "evict_every": cell.evict_every,
             "prefill": cell.prefill,
             "prompt": prompt,
-            "held_mean": float((evicted_at > tokens).sum(-1).float().mean()),
+            "held_mean": float((evicted_at > tokens).sum(-1).double().mean()),
             "cache_bytes": cache.nbytes // cache.evicted_at.shape[1],
         }
         if measures is not None:
@@ -178,6 +178,8 @@ class Perplexity:
         return row
 
     def summarise(self, rows: list[Row]) -> Row:
+        from tova.measures import perplexity_of
+
         first = rows[0]
         summary: Row = {
             "policy": first["policy"],
@@ -195,8 +197,10 @@ class Perplexity:
         for suffix, weight in (("", "saturated_steps"), ("_all_steps", "steps")):
             for figure in ("nll", "delta_nll"):
                 summary[figure + suffix] = _mean(rows, figure + suffix, weight)
-        summary["perplexity"] = math.exp(summary["nll_all_steps"])
-        summary["perplexity_saturated"] = math.exp(summary["nll"])
+        summary["perplexity"] = perplexity_of(summary["nll_all_steps"])
+        summary["perplexity_saturated"] = perplexity_of(summary["nll"])
+        # Absent from rows that were stored before it was counted.
+        summary["tokens_not_finite"] = sum(r.get("tokens_not_finite", 0) for r in rows)
         summary["saturated_steps"] = sum(r["saturated_steps"] for r in rows)
         if self.measures:
             for suffix in ("", "_all_steps"):
@@ -204,7 +208,10 @@ class Perplexity:
                     summary[figure + suffix] = _mean(rows, figure + suffix, f"attention_steps{suffix}")
                 hits = np.array([r["layers"][f"hits{suffix}"] for r in rows], dtype=float).sum(0)
                 possible = np.array([r["layers"][f"possible{suffix}"] for r in rows], dtype=float).sum(0)
-                summary[f"heavy_hitter_recall{suffix}"] = _ratio(hits, possible)
+                known = not any(
+                    _unknown(r["layers"][f"retained_mass{suffix}"]) for r in rows if r[f"attention_steps{suffix}"]
+                )
+                summary[f"heavy_hitter_recall{suffix}"] = _ratio(hits, possible) if known else float("nan")
         return summary
 
     def describe(self, summary: Row) -> str | None:
@@ -277,7 +284,14 @@ class _Ticker:
 
 
 def _losses(nll: np.ndarray, full: np.ndarray, saturated_from: int) -> Row:
-    """Mean loss and its difference from the full model's on the same tokens, over saturated and over all steps."""
+    """Mean loss and its difference from the full model's on the same tokens, over saturated and over all steps.
+
+    A loss that is NaN or infinite makes the means it is in so; how many are, and at which token of the document the
+    first is, stands beside them.
+    """
+    from tova.measures import perplexity_of
+
+    lost = ~np.isfinite(nll)
     nll, full = nll.astype(np.float64), full.astype(np.float64)
     late, late_full = nll[saturated_from:], full[saturated_from:]
 
@@ -291,7 +305,9 @@ def _losses(nll: np.ndarray, full: np.ndarray, saturated_from: int) -> Row:
         "nll_all_steps": mean(nll),
         "delta_nll": mean(late - late_full),
         "delta_nll_all_steps": mean(nll - full),
-        "perplexity": math.exp(mean(nll)),
+        "perplexity": perplexity_of(mean(nll)),
+        "tokens_not_finite": int(lost.sum()),
+        "first_not_finite": int(lost.argmax()) + 1 if lost.any() else None,
     }
 
 
@@ -303,14 +319,20 @@ def _attention(report: AttentionReport, saturated_from: int, row: int) -> Row:
         out[f"attention_steps{suffix}"] = means.steps
         out[f"retained_mass{suffix}"] = _nanmean(means.retained_mass)
         out[f"retained_mass_with_self{suffix}"] = _nanmean(means.retained_mass_with_self)
-        out[f"heavy_hitter_recall{suffix}"] = _ratio(np.array(means.hits, float), np.array(means.possible, float))
+        recall = _ratio(np.array(means.hits, float), np.array(means.possible, float))
+        out[f"heavy_hitter_recall{suffix}"] = float("nan") if _unknown(means.retained_mass) else recall
         for figure in ("retained_mass", "retained_mass_with_self", "hits", "possible"):
             out["layers"][f"{figure}{suffix}"] = getattr(means, figure)
     return out
 
 
+def _unknown(values: list[float]) -> bool:
+    """Whether there is a layer without a figure: it has no steps that count, or its attention was NaN."""
+    return any(math.isnan(v) for v in values)
+
+
 def _nanmean(values: list[float]) -> float:
-    return float(np.mean(values)) if values and not any(math.isnan(v) for v in values) else float("nan")
+    return float(np.mean(values)) if values and not _unknown(values) else float("nan")
 
 
 def _ratio(hits: np.ndarray, possible: np.ndarray) -> float:
