@@ -48,9 +48,8 @@ _IRRELEVANT = frozenset(
 )  # fmt: skip
 
 
-_NOT_REACHED = (
-    "the keys did not reach the evicting attention: call tova.enable(model) first; if it was called, this model "
-    "changes its keys or values after caching them (as multi-head latent attention does) and cannot be followed"
+_CHANGED = (
+    "changes its keys after caching them, or its values (as multi-head latent attention does), and cannot be followed"
 )
 
 
@@ -61,6 +60,9 @@ class HandedOn(Tensor):
     notices), and is refused where it is not.
     """
 
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"HandedOn({list(self.shape)})"
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -70,7 +72,10 @@ class HandedOn(Tensor):
             return _tag(plain, getattr(tensor, LAYER))
         handed = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HandedOn)]
         if not (tells(func) or func is Tensor.as_subclass or all(getattr(x, LAYER).watched for x in handed)):
-            raise UsageError(f"{_NOT_REACHED} ({name_of(func)})")
+            raise UsageError(
+                "the keys did not reach the evicting attention: call tova.enable(model) first; if it was called, this "
+                f"model {_CHANGED} ({name_of(func)})"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -119,14 +124,14 @@ def attend(
     layer = _layer_of(key)
     if layer is not None:
         if _layer_of(value) is not layer:
-            raise UsageError(f"{type(module).__name__}: {_NOT_REACHED}")
+            raise UsageError(f"{type(module).__name__} {_CHANGED}")
         return _evicting(module, layer, query, key, value, attention_mask, **kwargs)
     if isinstance(attention_mask, LazyMask):
         raise UsageError(
             f"{type(module).__name__} was not given its evicting cache in training, as gradient checkpointing leaves "
             "it out: call model.eval(), or model.gradient_checkpointing_disable()"
             if module.training
-            else f"{type(module).__name__}: {_NOT_REACHED}"
+            else f"{type(module).__name__} {_CHANGED}"
         )
     if ordinary == "eager":
         return _eager_of(module)(module, query, key, value, attention_mask, **kwargs)

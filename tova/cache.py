@@ -17,7 +17,7 @@ from tova.errors import UsageError
 from tova.masks import Columns, MaskRule
 from tova.observers import Observer, Seen
 from tova.policies import Policy
-from tova.replay import Attention, LayerState, replay
+from tova.replay import Attention, LayerState, check_alike, replay
 from tova.scan import SCANS, Scan, select
 
 PREFILLS = ("every_step", "one_shot")
@@ -300,9 +300,10 @@ def _known_prefill(prefill: str) -> str:
 
 
 def _whole(option: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _MOST:
-        least = "an integer of at least 1" if not isinstance(value, int) or value < 1 else f"below {_MOST}"
-        raise UsageError(f"{option} must be {least}, got {value!r}")
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not 1 <= value < _MOST:
+        below = f" and below {_MOST}" if whole and value >= 1 else ""
+        raise UsageError(f"{option} must be an integer of at least 1{below}, got {value!r}")
     return value
 
 
@@ -422,6 +423,7 @@ class EvictingLayer(compat.CacheLayerMixin):
     ) -> Tensor:
         """[B, H, T, D]: attention of the new tokens over what is held; then evict."""
         if not self.busy.startswith("was handed"):
+            self.busy = "was asked for the same tokens twice"
             raise UsageError(
                 f"{type(module).__name__} calls its attention more than once for the same keys; an evicting cache "
                 "would take its tokens twice, so this model cannot be followed"
@@ -442,6 +444,7 @@ class EvictingLayer(compat.CacheLayerMixin):
             sets = key.shape[1] if self.policy.per_head else 1
             self.state = LayerState.empty(self.policy, key, value, sets, log=settings.log)
         state = self.state
+        check_alike(query, key, value, state)
         state.own_memory()
         steps = query.shape[2]
         real = None

@@ -166,6 +166,9 @@ class LazyMask(Tensor):
 
     rule: MaskRule
 
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"LazyMask({list(self.shape)})"
+
     @staticmethod
     def of(rule: MaskRule, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> LazyMask:
         made = torch.zeros((), dtype=dtype, device=device).expand(shape).as_subclass(LazyMask)
@@ -203,7 +206,7 @@ _TELLING = frozenset(
         "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse",
         "is_nested", "is_quantized", "is_leaf", "requires_grad", "grad_fn", "names", "_version", "itemsize", "size",
         "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex",
-        "element_size", "get_device", "__len__", "is_inference", "storage_offset", "__hash__",
+        "element_size", "get_device", "__len__", "is_inference", "storage_offset", "untyped_storage", "__hash__",
     }
 )  # fmt: skip
 """What only tells something of a tensor: attributes and methods that read no number of it."""
