@@ -261,6 +261,26 @@ def test_a_step_that_is_not_finite_is_no_step_that_does_not_count() -> None:
     assert all(math.isnan(m) for m in report.over(9).retained_mass)
 
 
+@pytest.mark.parametrize("where", ["query", "key"])
+def test_a_nan_stays_one_in_every_measure(where: str) -> None:
+    query, key = (torch.randn(1, 2, 50, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    (query if where == "query" else key)[0, 0, 20, 3] = float("nan")
+    log = torch.full((1, 1, 50), NEVER)
+    log[0, 0, :10] = 25
+    lost = [20] if where == "query" else [*range(20, 50)]
+    found = []
+    for compiled in (True, False):
+        measures = AttentionMeasures(block=16, compiled=compiled)
+        measures.see(seen_of(query, key, log))
+        report = measures.report
+        assert report.mass[0, 0].isnan().nonzero().flatten().tolist() == [0, *lost]
+        assert report.mass_with_self[0, 0].isnan().nonzero().flatten().tolist() == lost
+        assert not report.hits[0, 0, lost].any()
+        assert math.isnan(report.over(10).retained_mass[0])
+        found.append(report.hits)
+    assert torch.equal(*found)
+
+
 def test_means_over_many_steps_are_added_up_in_float64() -> None:
     from tova.measures import AttentionReport
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -615,11 +616,38 @@ def test_help_is_quick_and_names_the_choices(place) -> None:
         assert choice in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "passive"),
+        ({"OMP_WAIT_POLICY": "active"}, "active"),
+        ({"GOMP_SPINCOUNT": "100"}, "None"),
+    ],
+)
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(place, given: dict, expected: str) -> None:
+    """In place before torch is loaded, whichever module of the runner comes first; what the user set stands."""
+    script = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        "            print(os.environ.get('OMP_WAIT_POLICY'))\n"
+        "            sys.meta_path.remove(self)\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "import experiments.{module}\n"
+        "assert 'torch' in sys.modules or __import__('torch')\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")} | given
+    for module in ("run", "store", "cells", "tasks.perplexity"):
+        done = subprocess.run(
+            [sys.executable, "-c", script.format(module=module)],
+            capture_output=True, text=True, timeout=120, env=environment,
+        )  # fmt: skip
+        assert done.stdout.split() == [expected], (module, done.stderr)
+
+
 def test_a_hub_that_cannot_be_reached_costs_seconds(place) -> None:
     """With the network allowed but nobody there: the real wait, in a process of its own."""
-    import os
-    import time
-
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(place / "hf")}
     environment.pop("HF_HUB_OFFLINE")
     started = time.monotonic()

@@ -191,7 +191,8 @@ class AttentionReport:
         mass: share of the weight on *earlier* positions that lay on visible ones, the query's own position left out
             of both: the measure of the canonical trace, where tokens do not attend to themselves.
         mass_with_self: share of the whole row on visible positions, the query's own among them.
-        hits: how many of the ``min(32, t)`` most-attended earlier positions were visible.
+        hits: how many of the ``min(32, t)`` most-attended earlier positions were visible; 0 where the attention is NaN,
+            as the masses are then.
         possible: ``min(32, t)``, or fewer where the layer has a window of its own.
     """
 
@@ -291,6 +292,7 @@ class AttentionMeasures:
             on_visible, own, hits = shares.measure(
                 logits.flatten(0, 1), evicted_at.flatten(0, 1), seen.first + begin, HEAVY_HITTERS
             )
+            hits = hits.masked_fill(on_visible.isnan(), 0)
             possible = steps.clamp_max(HEAVY_HITTERS).expand(batch, -1) * sets
             mass = (on_visible - own) / (1.0 - own).clamp_min(torch.finfo(torch.float32).tiny)
             mass = mass.masked_fill(steps == 0, float("nan")).view(batch, sets, -1)

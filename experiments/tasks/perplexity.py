@@ -28,12 +28,16 @@ if TYPE_CHECKING:
 class Perplexity:
     """Losses of every token but the first, and (``measures``) retained mass and heavy-hitter recall in closed loop.
 
+    The same settings on one machine give the same bits. ``batch_size``, ``together``, ``chunk`` and ``scan`` decide
+    how matrix products round: with others the decisions are the same but for near-ties, and losses to 1e-4 of a nat
+    where none fell otherwise (docs/numerics.md says what was measured).
+
     Args:
         measures: also measure the attention; costs about one more full attention and all keys of a document.
-        batch_size: documents of equal length run as rows of one batch; the figures are the same.
-        together: cells that share model and text, as rows of one batch: ``auto`` or how many; the figures are the same.
-        chunk: queries per block of the replay, null chooses; the figures are the same.
-        scan: auto, reference, cpu, gpu or fixed_point; the figures are the same.
+        batch_size: documents of equal length run as rows of one batch.
+        together: cells that share model and text, as rows of one batch: ``auto`` or how many.
+        chunk: queries per block of the replay, null chooses.
+        scan: auto, reference, cpu, gpu or fixed_point.
     """
 
     measures: bool = True
