@@ -592,10 +592,77 @@ def test_a_forward_broken_off(where: str, begun: bool, rows: int) -> None:
     ):
         if where == "before the layer" and not begun and use.__code__.co_names[0] != "forward":
             continue  # there is one layer so far, and it is whole
-        with pytest.raises(UsageError, match=r"broken off .*call reset\(\) and start over"):
+        with pytest.raises(UsageError, match=r"broken off .*call reset\(\) and start over|layer 1 has seen no token"):
             use()
     cache.reset()
     assert torch.equal(forward(model, both, cache), forward(model, both, new()))
+
+
+def test_what_is_refused_leaves_the_cache_as_it_was(llama) -> None:
+    """A call that is refused before anything was taken can be made again, mended."""
+    ids = tokens(1, 40)
+    cache, straight = make(), make()
+    for one in (cache, straight):
+        forward(llama, ids[:, :20], one)
+    for wrong in (
+        dict(attention_mask=torch.ones(1, 1, 20, 40, dtype=torch.bool)),
+        dict(attention_mask=torch.ones(1, 30, dtype=torch.int64).cumsum(-1) > 3),
+        dict(output_attentions=True),
+    ):
+        with pytest.raises(UsageError):
+            forward(llama, ids[:, 20:], cache, **wrong)
+        assert cache.get_seq_length() == 20
+    assert torch.equal(forward(llama, ids[:, 20:], cache), forward(llama, ids[:, 20:], straight))
+    assert torch.equal(cache.evicted_at, straight.evicted_at)
+
+
+def test_layers_that_a_text_does_not_use() -> None:
+    """Cross-attention to images that are not there: the layer between stays empty."""
+    model = tova.enable(build("LlamaForCausalLM", dict(num_hidden_layers=3)))
+    skipped = model.model.layers[1]
+    skipped.forward = lambda hidden, *args, **kwargs: hidden
+    ids, cache = tokens(1, 40), make("full")
+    with torch.inference_mode():
+        own = model(input_ids=ids, use_cache=False).logits
+    parts = [forward(model, ids[:, :30], cache)] + [forward(model, ids[:, t : t + 1], cache) for t in range(30, 40)]
+    assert (torch.cat(parts, 1) - own).abs().max() < 1e-4
+    with pytest.raises(UsageError, match="layer 1 has seen no token"):
+        _ = cache.evicted_at
+
+
+def test_a_refused_model_stays_as_it_was() -> None:
+    """Also its parts: those that could be switched are switched back."""
+    for kind, options in (
+        ("BloomForCausalLM", dict(n_layer=1, n_head=4)),
+        ("MambaForCausalLM", {}),
+        ("GotOcr2ForConditionalGeneration", None),
+    ):
+        model_class = getattr(transformers, kind, None)
+        if model_class is None:
+            continue
+        if options is None:
+            text = dict(SMALL, num_key_value_heads=1, model_type="qwen2", vocab_size=300)
+            vision = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, mlp_dim=16, output_channels=8)
+            model = model_class(model_class.config_class(text_config=text, vision_config=vision, image_token_index=290))
+        else:
+            model = build(kind, options)
+        configs = tova.attention._configs(model)
+        before = [config._attn_implementation for config in configs]
+        with pytest.raises(UsageError, match=kind):
+            tova.enable(model)
+        assert [config._attn_implementation for config in configs] == before
+
+
+def test_layers_of_an_unknown_kind_are_not_called_recurrent() -> None:
+    model = build("LlamaForCausalLM", {})
+    for kind, says in (
+        ("indexed_attention", "layers of a kind that an evicting cache does not know (indexed_attention)"),
+        ("linear_attention", "recurrent or state-space layers (linear_attention)"),
+    ):
+        model.config.layer_types = ["full_attention", kind]
+        with pytest.raises(UsageError) as error:
+            tova.enable(model)
+        assert says in str(error.value)
 
 
 def test_a_used_cache_in_generate_after_an_interruption(llama) -> None:

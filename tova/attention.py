@@ -36,6 +36,8 @@ NAMES = {"sdpa": NAME, "eager": f"{NAME}_eager"}
 LAYER = "_tova_layer"
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_STATE_LAYERS = ("linear", "mamba", "recurrent", "conv", "hybrid", "rwkv")
+"""What the names of layers contain that keep a state instead of keys and values."""
 
 # Arguments models pass along that say nothing about how logits become weights.
 _IRRELEVANT = frozenset(
@@ -123,9 +125,16 @@ def attend(
     """
     layer = _layer_of(key)
     if layer is not None:
-        if _layer_of(value) is not layer:
-            raise UsageError(f"{type(module).__name__} {_CHANGED}")
-        return _evicting(module, layer, query, key, value, attention_mask, **kwargs)
+        try:
+            how = _how(module, query, value, layer, attention_mask, **kwargs)
+        except UsageError:
+            layer.reached(module)
+            raise
+        key, value = key.as_subclass(Tensor), value.as_subclass(Tensor)
+        out = _outside_graphs(layer, module, query, key, value, how, attention_mask)
+        if torch.is_grad_enabled() and query.requires_grad:
+            out = _Undifferentiable.apply(out, query)
+        return out.transpose(1, 2).contiguous(), None
     if isinstance(attention_mask, LazyMask):
         raise UsageError(
             f"{type(module).__name__} was not given its evicting cache in training, as gradient checkpointing leaves "
@@ -150,19 +159,21 @@ def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     )
 
 
-def _evicting(
+def _how(
     module: nn.Module,
-    layer: EvictingLayer,
     query: Tensor,
-    key: Tensor,
     value: Tensor,
+    layer: EvictingLayer,
     mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> Attention:
+    """How the model turns logits into weights; raises for what an evicting cache does not do."""
+    if _layer_of(value) is not layer:
+        raise UsageError(f"{type(module).__name__} {_CHANGED}")
     if dropout:
         raise UsageError(f"an evicting cache works in evaluation mode only, got attention dropout {dropout}")
     if kwargs.get("output_attentions"):
@@ -180,12 +191,7 @@ def _evicting(
     if mask is None and query.shape[2] > 1 and not causal:
         raise UsageError(AHEAD)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    how = Attention(scaling, softcap, s_aux, rotation_of(module))
-    key, value = key.as_subclass(Tensor), value.as_subclass(Tensor)
-    out = _outside_graphs(layer, module, query, key, value, how, mask)
-    if torch.is_grad_enabled() and query.requires_grad:
-        out = _Undifferentiable.apply(out, query)
-    return out.transpose(1, 2).contiguous(), None
+    return Attention(scaling, softcap, s_aux, rotation_of(module))
 
 
 @torch.compiler.disable
@@ -202,6 +208,7 @@ def _outside_graphs(
     device = query.device.type
     # What the cache holds is written in place later on, maybe outside of the inference mode it was made in.
     with torch.inference_mode(False), torch.no_grad():
+        layer.reached(module)
         rule = rule_of(mask, query.shape[0], layer.get_seq_length() + query.shape[2])
         if not torch.is_autocast_enabled(device):
             return layer.attend(module, query, key, value, how, rule)
@@ -225,21 +232,26 @@ class _Undifferentiable(torch.autograd.Function):
 
 def _refuse_others(model: PreTrainedModel) -> None:
     """Raise for a model whose layers are not all attention over keys and values of their own."""
-    kind = type(model).__name__
+    name = type(model).__name__
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
-        raise UsageError(f"{kind} is an encoder-decoder; evicting caches are for decoder-only models")
+        raise UsageError(f"{name} is an encoder-decoder; evicting caches are for decoder-only models")
     text = config.get_text_config(decoder=True)
-    kinds = set(getattr(text, "layer_types", None) or []) - _ATTENTION_LAYERS
-    if kinds or getattr(model, "_is_stateful", False):
-        what = f" ({', '.join(sorted(kinds))})" if kinds else ""
+    kinds = sorted(set(getattr(text, "layer_types", None) or []) - _ATTENTION_LAYERS)
+    what = f" ({', '.join(kinds)})" if kinds else ""
+    if getattr(model, "_is_stateful", False) or any(state in kind for kind in kinds for state in _STATE_LAYERS):
         raise UsageError(
-            f"{kind} has recurrent or state-space layers{what}: they keep a state that has no positions to drop; "
+            f"{name} has recurrent or state-space layers{what}: they keep a state that has no positions to drop; "
             "evicting caches are for models of attention layers only"
+        )
+    if kinds:
+        raise UsageError(
+            f"{name} has layers of a kind that an evicting cache does not know{what}; it knows those that attend to "
+            "all earlier tokens, or to a window or chunk of them"
         )
     if getattr(text, "num_kv_shared_layers", 0):
         raise UsageError(
-            f"{kind}: its last {text.num_kv_shared_layers} layers reuse keys and values of earlier ones; evicting "
+            f"{name}: its last {text.num_kv_shared_layers} layers reuse keys and values of earlier ones; evicting "
             "caches need layers that keep their own"
         )
 
@@ -257,14 +269,31 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         compat.register(name, partial(attend, ordinary=ordinary), mask_maker(ordinary))
     _refuse_others(model)
     text = model.config.get_text_config(decoder=True)
+    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
     model.set_attn_implementation(_switched(model.config, text))
     if not {model.config._attn_implementation, text._attn_implementation} <= set(NAMES.values()):
+        for config, usual in before:  # parts of it may have been switched
+            config._attn_implementation_internal = usual
         raise UsageError(
             f"{type(model).__name__} does not let its attention function be chosen; evicting caches need a model that "
             "follows transformers' attention interface (Llama, Mistral, Qwen, Gemma, Phi and others do)"
         )
     note_rotations(model)
     return model
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """The configurations of a model and all its parts, each once."""
+    found = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    queue = list(found.values())
+    while queue:
+        config = queue.pop()
+        for key in getattr(config, "sub_configs", None) or {}:
+            part = getattr(config, key, None)
+            if part is not None and id(part) not in found:
+                found[id(part)] = part
+                queue.append(part)
+    return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
 
 
 def _switched(config: Any, text: Any) -> str | dict[str, Any]:

@@ -207,7 +207,9 @@ class EvictingCache(compat.Cache):
         logs = []
         for layer in self.layers:
             if layer.state is None or layer.state.log is None:
-                raise UsageError("evicted_at: nothing has been processed yet")
+                never = any(other.state is not None for other in self.layers)
+                which = f"layer {layer.index} has seen no token" if never else "nothing has been processed yet"
+                raise UsageError(f"evicted_at: {which}")
             logs.append(layer.state.log.view)
         if not logs:
             raise UsageError("evicted_at: nothing has been processed yet")
@@ -345,12 +347,16 @@ class Passing:
             if layer.index == 0 or previous.busy == "":
                 self._done.add(layer.index)
                 return
-        self.check(layers)
+        self.check(layers, seen)
         self._begun, self._new, self._done = seen, new, {layer.index}
 
-    def check(self, layers: Sequence[EvictingLayer]) -> None:
-        """Raise if a forward was broken off."""
-        seen = [layer.get_seq_length() for layer in layers]
+    def check(self, layers: Sequence[EvictingLayer], *also: int) -> None:
+        """Raise if a forward was broken off: layers that were ever used must have seen the same, and as ``also`` says.
+
+        A layer that no forward uses (cross-attention, for a text without images) stays empty.
+        """
+        seen = [layer.get_seq_length() for layer in layers if layer.begun]
+        seen += also if seen else ()
         for layer in layers:
             if layer.busy:
                 raise UsageError(
@@ -393,12 +399,16 @@ class EvictingLayer(compat.CacheLayerMixin):
     # -- called by the model ---------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
+        """Nothing is made before the first token."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.is_initialized = True
         self.busy = "was handed keys that its attention never got"
         return hand_on(self, key_states, value_states)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the layer has ever taken tokens."""
+        return self.state is not None
 
     def get_seq_length(self) -> int:
         return 0 if self.state is None else self.state.seen
@@ -418,23 +428,23 @@ class EvictingLayer(compat.CacheLayerMixin):
 
     # -- called by the attention function --------------------------------------------------------------------
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: Attention, rule: MaskRule | None
-    ) -> Tensor:
-        """[B, H, T, D]: attention of the new tokens over what is held; then evict."""
+    def reached(self, module: nn.Module) -> None:
+        """The keys that were handed on have come to our attention.
+
+        What is refused from here on, before anything has changed, leaves the layer as it was.
+        """
         if not self.busy.startswith("was handed"):
             self.busy = "was asked for the same tokens twice"
             raise UsageError(
                 f"{type(module).__name__} calls its attention more than once for the same keys; an evicting cache "
                 "would take its tokens twice, so this model cannot be followed"
             )
-        return self.take(module, query, key, value, how, rule)
+        self.busy = ""
 
-    def take(
+    def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: Attention, rule: MaskRule | None
     ) -> Tensor:
-        """As :meth:`attend`, whoever handed the keys over."""
-        self.busy = "was in the middle of its attention"
+        """[B, H, T, D]: attention of the new tokens over what is held; then evict."""
         settings = self._settings
         if self.policy is None or self._scan is None:
             layers = getattr(module.config, "num_hidden_layers", None) or self.index + 1
@@ -457,6 +467,7 @@ class EvictingLayer(compat.CacheLayerMixin):
             self._check_padding(state, real)
         first = state.seen
         visibility = rule if rule is not None and rule.rule is not None else None
+        self.busy = "was in the middle of its attention"
         out = replay(
             query,
             key,
@@ -476,6 +487,7 @@ class EvictingLayer(compat.CacheLayerMixin):
             seen = Seen(self.index, first, query, key, how, state.log.view, visibility)
             for observer in settings.observers:
                 observer.see(seen)
+        self.is_initialized = True
         self.busy = ""
         return out
 

@@ -158,13 +158,25 @@ class _Layer(EvictingLayer):
         self._side = side
         self.rows = [cache.layer(index) for cache in side.caches]
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        handed = super().update(key_states, value_states)
+        self._all_busy(self.busy)
+        return handed
+
+    def reached(self, module: nn.Module) -> None:
+        super().reached(module)
+        self._all_busy("")
+
+    @property
+    def begun(self) -> bool:
+        return self.rows[0].begun
+
     def get_seq_length(self) -> int:
         return self.rows[0].get_seq_length()
 
-    def take(
+    def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: Attention, rule: MaskRule | None
     ) -> Tensor:
-        self.busy = "was in the middle of its attention"
         if rule is not None and rule.real(query.shape[2]) is not None:
             raise UsageError("caches side by side take texts of one length: no padding")
         if rule is not None and rule.rule is not None:
@@ -173,11 +185,18 @@ class _Layer(EvictingLayer):
 
         def one(r: int) -> Tensor:
             row = slice(r, r + 1)
-            return self.rows[r].take(module, query[row], key[row], value[row], how, rule)
+            return self.rows[r].attend(module, query[row], key[row], value[row], how, rule)
 
+        self._all_busy("was in the middle of its attention")
         out = torch.cat(self._side.over_rows(one, query.device))
-        self.busy = ""
+        self._all_busy("")
         return out
+
+    def _all_busy(self, what: str) -> None:
+        """Rows are taken one after the other: what breaks one off leaves all of them half done."""
+        self.busy = what
+        for row in self.rows:
+            row.busy = what
 
     def _map_rows(self, indices: Tensor) -> None:
         raise UsageError("rows of caches side by side cannot be reordered: each has a policy of its own (no beams)")
