@@ -24,7 +24,7 @@ def eager_rows(model, ids, cache):
     from transformers import AttentionInterface
 
     def spy(module, query, key, value, mask, **kwargs):
-        k = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        k = key.as_subclass(torch.Tensor).repeat_interleave(query.shape[1] // key.shape[1], 1)
         logits = query.double() @ k.double().transpose(-1, -2) * kwargs["scaling"]
         steps = query.shape[2]
         rows.append(logits.masked_fill(torch.ones(steps, steps).triu(1).bool(), -torch.inf).softmax(-1))

@@ -1,10 +1,9 @@
 """The attention function transformers calls: finds the cache layer, honours masks, calls the replay.
 
 transformers hands an attention function the keys, but not the cache they came from. So what an evicting cache's
-``update`` returns are the new keys and values as :class:`HandedOn` tensors: they carry the layer through copies. Where
-it is not known that the model asks for our attention, anything else that tries to compute with them is refused, since
-it would take the new tokens for all there are. Keys of an ordinary cache, or of none, go to the attention the model had
-before, with the mask it had before.
+``update`` returns are the new keys and values as :class:`HandedOn` tensors: they carry the layer through copies, and
+anything but our attention that tries to compute with them is refused, since it would take the new tokens for all there
+are. Keys of an ordinary cache, or of none, go to the attention the model had before, with the mask it had before.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from tova import compat
 from tova.errors import UsageError
@@ -58,8 +56,8 @@ _CHANGED = (
 class HandedOn(Tensor):
     """New keys or values [B, K, T, D] on their way from a layer of an evicting cache to our attention.
 
-    A copy is one of them too. Anything else gives an ordinary tensor where the layer is ``watched`` (our attention
-    notices), and is refused where it is not.
+    A copy is one of them too, and anything else is refused. Code that only looks at them asks for
+    ``key.as_subclass(torch.Tensor)``.
     """
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -72,8 +70,7 @@ class HandedOn(Tensor):
         if isinstance(tensor, HandedOn) and copies(func, args) and not writes(func):
             plain = func(tensor.as_subclass(Tensor), *args[1:], **kwargs)
             return _tag(plain, getattr(tensor, LAYER))
-        handed = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HandedOn)]
-        if not (tells(func) or func is Tensor.as_subclass or all(getattr(x, LAYER).watched for x in handed)):
+        if not (tells(func) or func is Tensor.as_subclass):
             raise UsageError(
                 "the keys did not reach the evicting attention: call tova.enable(model) first; if it was called, this "
                 f"model {_CHANGED} ({name_of(func)})"
@@ -261,6 +258,9 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
 
     Ordinary caches, and calls without a cache, keep the attention and the masks they had (``sdpa`` and ``eager``; other
     kinds give way to ``sdpa``). Call it once after loading.
+
+    Continuous batching (``cache_implementation="paged"``) knows attention by name and refuses ours: call
+    ``model.set_attn_implementation("sdpa")`` before it, and :func:`enable` after it.
 
     Raises:
         UsageError: the model does not let its attention be chosen, so an evicting cache cannot be had with it.

@@ -17,7 +17,7 @@ from tova.errors import UsageError
 from tova.masks import Columns, MaskRule
 from tova.observers import Observer, Seen
 from tova.policies import Policy
-from tova.replay import Attention, LayerState, check_alike, replay
+from tova.replay import PADDING, Attention, LayerState, check_alike, replay
 from tova.scan import SCANS, Scan, select
 
 PREFILLS = ("every_step", "one_shot")
@@ -61,8 +61,6 @@ class _Settings:
     observers: tuple[Observer, ...]
     scan: str
     chunk: int | None
-    watched: bool = False
-    """Whether the mask of the forward now going on was made by us, so that our attention notices if keys are lost."""
 
 
 class EvictingCache(compat.Cache):
@@ -192,28 +190,25 @@ class EvictingCache(compat.Cache):
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         """Columns of a mask for that many new tokens, and the first of them: 0, since positions are logical."""
-        return columns_of(self.get_seq_length(layer_idx), query_length, self._settings), 0
+        return columns_of(self.get_seq_length(layer_idx), query_length), 0
 
     @property
     def evicted_at(self) -> Tensor:
         """int64 [layers, B, columns]: the last step at which a token was visible, counted in columns.
 
-        The int64 maximum where it was never dropped, -1 for padding. With a kept set per key/value head there is a
-        head axis: [layers, B, K, columns].
+        The int64 maximum where it was never dropped, -1 for padding, and all along a layer that no forward used
+        (cross-attention, for a text without images). With a kept set per key/value head there is a head axis:
+        [layers, B, K, columns].
         """
         if not self.log:
             raise UsageError("evicted_at was not recorded: the cache was made with log=False")
         self._passing.check(self.layers)
-        logs = []
-        for layer in self.layers:
-            if layer.state is None or layer.state.log is None:
-                never = any(other.state is not None for other in self.layers)
-                which = f"layer {layer.index} has seen no token" if never else "nothing has been processed yet"
-                raise UsageError(f"evicted_at: {which}")
-            logs.append(layer.state.log.view)
-        if not logs:
+        logs = [None if layer.state is None or layer.state.log is None else layer.state.log for layer in self.layers]
+        views = [log.view for log in logs if log is not None]
+        if not views:
             raise UsageError("evicted_at: nothing has been processed yet")
-        stacked = torch.stack(logs)
+        unused = torch.full_like(views[0], PADDING)
+        stacked = torch.stack([unused if log is None else log.view for log in logs])
         return stacked[:, :, 0] if stacked.shape[2] == 1 else stacked
 
     @property
@@ -309,17 +304,10 @@ def _whole(option: str, value: Any) -> int:
     return value
 
 
-def columns_of(seen: int, query_length: Any, settings: _Settings) -> int:
+def columns_of(seen: int, query_length: Any) -> int:
     """How many columns a mask for new tokens has, said so that the mask is known to be for an evicting cache."""
     columns = seen + compat.number_of(query_length)
-    settings.watched = False
-    if torch.compiler.is_compiling():
-        return columns
-
-    def asked() -> None:
-        settings.watched = True
-
-    return Columns.of(columns, asked)
+    return columns if torch.compiler.is_compiling() else Columns(columns)
 
 
 class Passing:
@@ -414,12 +402,7 @@ class EvictingLayer(compat.CacheLayerMixin):
         return 0 if self.state is None else self.state.seen
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        return columns_of(self.get_seq_length(), query_length, self._settings), 0
-
-    @property
-    def watched(self) -> bool:
-        """Whether our attention would notice if it did not get this layer's keys."""
-        return self._settings.watched
+        return columns_of(self.get_seq_length(), query_length), 0
 
     def get_max_length(self) -> int:
         return -1
@@ -507,7 +490,8 @@ class EvictingLayer(compat.CacheLayerMixin):
                 torch.tensor([rule.offset], device=self._hidden.device),
                 torch.arange(self._hidden.shape[1], device=self._hidden.device).expand(len(self._hidden), 1, -1),
             )
-            if bool((first[:, 0, 0] & self._hidden).any()):
+            first = first[:, 0, 0] if rule.padding is None else first[:, 0, 0] & rule.padding[:, : first.shape[-1]]
+            if bool((first & self._hidden).any()):
                 raise UsageError(
                     "the mask shows a token that an earlier mask has hidden; an evicting cache drops what is hidden, "
                     "and cannot bring it back"

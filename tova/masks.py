@@ -27,18 +27,7 @@ _HIDDEN = -1e4
 
 
 class Columns(int):
-    """A number of key columns that an evicting cache says: masks of that length are for it.
-
-    ``asked`` is called when our mask function is asked for one, as it is on behalf of a model that is switched over.
-    """
-
-    asked: Callable[[], None]
-
-    @staticmethod
-    def of(number: int, asked: Callable[[], None]) -> Columns:
-        columns = Columns(number)
-        columns.asked = asked
-        return columns
+    """A number of key columns that an evicting cache says: masks of that length are for it."""
 
 
 class MaskRule:
@@ -284,7 +273,6 @@ def mask_maker(ordinary: str) -> Callable[..., Tensor | None]:
         columns = kwargs.get("kv_length")
         if not isinstance(columns, Columns):
             return compat.mask_function_of(ordinary)(*args, **kwargs)
-        columns.asked()
         asked = compat.asked_by_length(kwargs)
         whole = kwargs | {"kv_length": int(columns), "allow_is_causal_skip": False}
         if "allow_is_bidirectional_skip" in whole:

@@ -137,7 +137,7 @@ class SideBySide(compat.Cache):
         return self.caches[0].get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        return columns_of(self.get_seq_length(layer_idx), query_length, self.caches[0]._settings), 0
+        return columns_of(self.get_seq_length(layer_idx), query_length), 0
 
     def reset(self) -> None:
         """Forget everything, the caches too."""
