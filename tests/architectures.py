@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from typing import Any
 
 import torch
@@ -235,9 +236,9 @@ def variants(kind: str) -> list[dict[str, Any]]:
 
 
 def _reads(model: Any, name: str) -> bool:
-    """Whether the modules of the model and of its configuration ask for the field."""
-    sources = (inspect.getsource(inspect.getmodule(type(part))) for part in (model, model.config))
-    return any(f".{name}" in source for source in sources)
+    """Whether the file of the model or that of its configuration asks for the field."""
+    asks = ((model, f"config.{name}"), (model.config, f"self.{name}"))
+    return any(what in inspect.getsource(sys.modules[type(part).__module__]) for part, what in asks)
 
 
 def build(kind: str, changed: dict[str, Any] | None = None, seed: int = 0) -> Any:
