@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tova.policies import Policy, StreamingLLM, Window
 from tova.policies.slots import Slots
+from tova.products import attend_where_not_finite, finite
 
 if TYPE_CHECKING:
     from tova.replay import Attention, LayerState
@@ -51,6 +52,7 @@ def attend(
     keys = torch.cat([state.keys, key], 2)
     values = torch.cat([state.values, value], 2)
     sinks = int((columns < policy.sinks).sum())
+    whole = finite(query, keys, values)
     out = query.new_empty(*query.shape[:3], value.shape[-1])
     for begin in range(0, steps, _BLOCK):
         end = min(begin + _BLOCK, steps)
@@ -69,6 +71,8 @@ def attend(
             grouped, k, v, attn_mask=seen.repeat(per_group, 1), scale=attention.scaling
         )
         out[:, :, begin:end] = mixed.view(batch, heads, end - begin, -1)
+        if not whole:
+            attend_where_not_finite(query[:, :, begin:end], k, v, seen, attention, out[:, :, begin:end])
     last = first + steps - 1
     keep = (columns < policy.sinks) | (columns > last - band)
     rows = state.slots.positions.shape[0]

@@ -15,12 +15,60 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from tova.scan import visible
 from tova.threads import Team, wait
 
 if TYPE_CHECKING:
     from tova.policies import Policy
     from tova.replay import Attention
     from tova.scan import Chunk, Decide, Scan
+
+
+def finite(*tensors: Tensor) -> bool:
+    """Whether every number of every one is finite. One pass without memory of its own; on a GPU the caller waits."""
+    ends = [end for x in tensors if x.numel() for end in x.detach().aminmax()]
+    return not ends or bool(torch.stack([end.isfinite() for end in ends]).all())
+
+
+def mix_of_seen(weights: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """[B, H, C, E]: values [B, K, N, E] under undivided weights [B, H, C, N], where ``seen`` (bool [R, C, N]).
+
+    For values that are not all finite: a weight of 0 does not undo a NaN, so a plain product would carry it to queries
+    before it came and after it was dropped. Where a query sees it, it stays. What is finite is one product as ever.
+    """
+    batch, heads, steps, candidates = weights.shape
+    groups, sets = value.shape[1], seen.shape[0] // batch
+    grouped = weights.to(value.dtype).view(batch, groups, heads // groups * steps, candidates)
+    each = seen.view(batch, sets, 1, steps, candidates).expand(batch, sets, heads // sets, steps, candidates)
+    each = each.reshape(grouped.shape)
+    whole = value.isfinite()
+    mixed = grouped @ value.masked_fill(~whole, 0.0)
+    for n in (~whole).any(-1).any(1).any(0).nonzero()[:, 0].tolist():
+        rest = value[:, :, n : n + 1].masked_fill(whole[:, :, n : n + 1], 0.0)
+        mixed = mixed + (grouped[..., n : n + 1] * rest).masked_fill(~each[..., n : n + 1], 0.0)
+    return mixed.view(batch, heads, steps, value.shape[-1])
+
+
+def only_seen(values: Tensor, seen: Tensor) -> Tensor:
+    """Values [B, K, S, E] of one query, 0 in the slots that are not ``seen`` (bool [R, S])."""
+    batch, heads, slots, _ = values.shape
+    each = seen.view(batch, -1, 1, slots).expand(batch, -1, heads * batch // len(seen), slots)
+    return values.masked_fill(~each.reshape(batch, heads, slots, 1), 0.0)
+
+
+def attend_where_not_finite(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, attention: Attention, out: Tensor
+) -> None:
+    """Write into ``out`` [B, H, C, E] the attention of queries [B, H, C, D] over those of N keys they have ``seen``.
+
+    For closed forms: torch's fused kernels let what is not finite through their mask (``seen``, bool [C, N]). Only rows
+    of the batch with something that is not finite are written.
+    """
+    for b in range(len(query)):
+        q, k, v = query[b : b + 1], key[b : b + 1], value[b : b + 1]
+        if not finite(q, k, v):
+            weights = attention.logits(q, k).masked_fill_(~seen, float("-inf")).softmax(-1)
+            out[b] = mix_of_seen(weights, v, seen.unsqueeze(0))[0]
 
 
 class Products(Protocol):
@@ -51,14 +99,19 @@ class Products(Protocol):
 
 
 class Alone:
-    """By torch, at once; on any device."""
+    """By torch, at once; on any device.
+
+    Args:
+        careful: for a call whose values are not all finite; see :func:`mix_of_seen`.
+    """
 
     scaling: float = 1.0
     softcap: float | None = None
 
-    def __init__(self, attention: Attention, scan: Scan) -> None:
+    def __init__(self, attention: Attention, scan: Scan, *, careful: bool = False) -> None:
         self._attention = attention
         self._scan = scan
+        self._careful = careful
 
     def logits(self, query: Tensor, key: Tensor) -> Tensor:
         return self._attention.logits(query, key)
@@ -66,7 +119,12 @@ class Alone:
     def attend(self, policy: Policy, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Tensor:
         weights, sums, last = self._scan(policy, chunk)
         shape = query.shape[:3]
-        self.mix(weights.view(*shape, -1), sums.view(*shape, 1), value, out)
+        weights, sums = weights.view(*shape, -1), sums.view(*shape, 1)
+        if self._careful:
+            mixed = mix_of_seen(weights, value, visible(last, chunk.kept, 0, shape[2]))
+            out.copy_(mixed.float().div_(sums.clamp_min(torch.finfo(torch.float32).tiny)))
+        else:
+            self.mix(weights, sums, value, out)
         return last
 
     def mix(self, weights: Tensor, sums: Tensor, value: Tensor, out: Tensor) -> None:
@@ -116,8 +174,10 @@ class Shared(Alone):
         overlap: leave the mixing to the helpers meanwhile; without it all threads share it at once.
     """
 
-    def __init__(self, attention: Attention, scan: Scan, threads: Team, *, overlap: bool) -> None:
-        super().__init__(attention, scan)
+    def __init__(
+        self, attention: Attention, scan: Scan, threads: Team, *, overlap: bool, careful: bool = False
+    ) -> None:
+        super().__init__(attention, scan, careful=careful)
         self._threads = threads
         self._overlap = overlap
         # Helpers are at the values of one chunk while the next is scanned.
@@ -184,11 +244,11 @@ def _mix(weights: Tensor, values: Tensor, out: Tensor) -> None:
 
 class _Buffer:
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def take(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Uninitialised memory of that shape: the same as the last time, if it was enough."""
         numbers = math.prod(shape)
         if numbers > self._memory.numel() or dtype != self._memory.dtype:
-            self._memory = torch.empty(numbers, dtype=dtype)
+            self._memory = torch.empty(numbers, dtype=dtype, device="cpu")
         return self._memory[:numbers].view(shape)

@@ -28,9 +28,9 @@ from tova import band
 from tova.errors import UsageError
 from tova.policies import Full, Policy, Slots, Tokens
 from tova.policies.base import admit, choose, new_records, observe
-from tova.products import Alone, Fused, Products, Shared
-from tova.scan import Chunk, Scan, deciding, reference
-from tova.scan.reference import head_average, softmax
+from tova.products import Alone, Fused, Products, Shared, attend_where_not_finite, finite, only_seen
+from tova.scan import Chunk, Scan, compile, deciding, reference
+from tova.scan.reference import head_average, known_rows, softmax
 from tova.threads import Team, team
 
 NEVER = torch.iinfo(torch.int64).max
@@ -191,6 +191,29 @@ class LayerState:
     def sets(self) -> int:
         return self.slots.positions.shape[0] // self.keys.shape[0]
 
+    def held(self, entries: Tensor) -> Tensor:
+        """[B, K, n, D]: of ``entries`` [B, K, S, D] those that are held, by ascending position; zeros behind them."""
+        order, _ = self.slots.in_position_order()
+        most = int(self.slots.count.max()) if order.shape[1] else 0
+        order = order[:, :most]
+        there = self.slots.held.gather(1, order).view(entries.shape[0], self.sets, most, 1)
+        return _select(entries, order).masked_fill(~there, 0)
+
+    def own_memory(self) -> None:
+        """Replace tensors made in inference mode, which cannot be written outside of it, by copies."""
+        s = self.slots
+
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.clone() if tensor.is_inference() else tensor
+
+        self.keys, self.values, self.start = own(self.keys), own(self.values), own(self.start)
+        s.positions, s.held, s.observed, s.newest = (own(t) for t in (s.positions, s.held, s.observed, s.newest))
+        for kind in (s.records, s.features):
+            for name, tensor in kind.items():
+                kind[name] = own(tensor)
+        if self.log is not None and self.log.evicted_at is not None:
+            self.log.evicted_at = own(self.log.evicted_at)
+
     def tensors(self) -> list[Tensor]:
         """Everything a cache is charged for: keys, values, positions and records, not the log."""
         s = self.slots
@@ -285,17 +308,12 @@ def replay(
         [B, H, T, D]; rows of padding queries are zero.
 
     Raises:
-        UsageError: dtypes differ, or the policy and the layer do not go together.
+        UsageError: new tokens and held ones differ in dtype, device or shape, or the policy and the layer do not go
+            together.
     """
     batch, _, steps, _ = query.shape
     sets = state.sets
-    dtypes = [x.dtype for x in (query, key, value, state.keys, state.values)]
-    if len(set(dtypes)) > 1:
-        new, held = (", ".join(str(d).removeprefix("torch.") for d in some) for some in (dtypes[:3], dtypes[3:]))
-        raise UsageError(
-            f"queries, keys and values must be of one dtype, that of what the cache holds ({held}), got {new}: "
-            "autocast must be on, or off, all along a text"
-        )
+    check_alike(query, key, value, state)
     if real is not None:
         real = real.repeat_interleave(sets, 0)
         starting = state.start == state.seen
@@ -324,6 +342,26 @@ def replay(
         return _chunks(query, key, value, state, call, scan, real, chunk, threads)
 
 
+def check_alike(query: Tensor, key: Tensor, value: Tensor, state: LayerState) -> None:
+    """Raise unless new tokens and held ones go together."""
+    dtypes = [x.dtype for x in (query, key, value, state.keys, state.values)]
+    if len(set(dtypes)) > 1:
+        new, held = (", ".join(str(d).removeprefix("torch.") for d in some) for some in (dtypes[:3], dtypes[3:]))
+        raise UsageError(
+            f"queries, keys and values must be of one dtype, that of what the cache holds ({held}), got {new}: "
+            "autocast must be on, or off, all along a text"
+        )
+    for what, ours, theirs in (("keys", state.keys, key), ("values", state.values, value)):
+        if ours.device != theirs.device:
+            raise UsageError(f"the cache holds {what} on {ours.device}, the model's new ones are on {theirs.device}")
+        (b, k, _, d), (new_b, new_k, _, new_d) = ours.shape, theirs.shape
+        if (b, k, d) != (new_b, new_k, new_d):
+            raise UsageError(
+                f"the cache holds {what} of {b} rows, {k} heads and size {d}, the new ones have {new_b} rows, {new_k} "
+                f"heads and size {new_d}: another batch, or another model"
+            )
+
+
 @dataclass(frozen=True)
 class _Call:
     """What does not change while the tokens of a call go by."""
@@ -339,7 +377,7 @@ class _Call:
         """Evict in the step after which this many would be held."""
         if self.one_shot or self.policy.prompt_only:
             return NEVER
-        return self.policy.effective_budget + self.every
+        return min(self.policy.effective_budget + self.every, NEVER)
 
     @property
     def remains(self) -> int:
@@ -388,13 +426,16 @@ class _Call:
         return torch.where(sink, self.attention.logits(moved, keys), logits)
 
 
-def _products(query: Tensor, value: Tensor, call: _Call, scan: Scan, threads: Team | None, rows: int) -> Products:
+def _products(
+    query: Tensor, value: Tensor, state: LayerState, call: _Call, scan: Scan, threads: Team | None, rows: int
+) -> Products:
     decide = deciding(scan, query.device)
     if decide is not None and not call.policy.reindexes and Fused.supports(query, value):
         return Fused(call.attention, decide)
+    careful = not finite(state.values, value)
     if threads is None:
-        return Alone(call.attention, scan)
-    return Shared(call.attention, scan, threads, overlap=rows == 1)
+        return Alone(call.attention, scan, careful=careful)
+    return Shared(call.attention, scan, threads, overlap=rows == 1, careful=careful)
 
 
 def _chunks(
@@ -415,7 +456,7 @@ def _chunks(
     rows = batch * sets
     out = query.new_empty(batch, heads, steps, value.shape[-1])
     _into_position_order(state)
-    products = _products(query, value, call, scan, threads, rows)
+    products = _products(query, value, state, call, scan, threads, rows)
     for begin in range(0, steps, chunk):
         end = min(begin + chunk, steps)
         size = end - begin
@@ -579,18 +620,19 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: 
     logits = attention.logits(query, keys)
     logits = call.reindexed(logits, query, keys, position, slots, slots.count)
     logits = logits.view(batch * sets, heads // sets, -1)
+    seen = None
     if state.ragged or state.most + 1 < used:
         seen = slots.held.scatter(-1, slot, True)[:, :used]
         logits = logits.masked_fill_(~seen.unsqueeze(1), float("-inf"))
     weights = softmax(logits, attention.sinks_of(batch, sets))
-    out = attention.mix(weights.view(batch, heads, 1, -1), None, state.values[:, :, :used])
-    own = None
+    out = _mix_one(weights.view(batch, heads, 1, -1), state.values[:, :, :used], seen, attention)
+    own = known = None
     if policy.reads_attention:
-        row = head_average(policy, weights, query.dtype)
+        row, known = known_rows(head_average(policy, weights, query.dtype))
         own = row.gather(-1, slot)
         row = row.scatter(-1, slot, 0.0)
-        observe(policy, slots, torch.nn.functional.pad(row, (0, slots.held.shape[1] - used)))
-    admit(policy, slots, slot, position, own=own)
+        observe(policy, slots, torch.nn.functional.pad(row, (0, slots.held.shape[1] - used)), known=known)
+    admit(policy, slots, slot, position, own=own, known=known)
     state.seen += 1
     state.ordered = False
     if state.ragged:
@@ -610,9 +652,22 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: 
     return out
 
 
+def _mix_one(weights: Tensor, values: Tensor, seen: Tensor | None, attention: Attention) -> Tensor:
+    """Values under the weights [B, H, 1, S] of one query; what is left in slots that are not ``seen`` does not count.
+
+    ``seen`` is bool [R, S], None if all are.
+    """
+    if seen is None:
+        return attention.mix(weights, None, values)
+    if values.device.type != "cpu":  # where looking whether anything is not finite would mean waiting
+        return attention.mix(weights, None, only_seen(values, seen))
+    out = attention.mix(weights, None, values)
+    return out if finite(out) else attention.mix(weights, None, only_seen(values, seen))
+
+
 def _compiled(scan: Scan, policy: Policy, query: Tensor) -> bool:
     """Whether one token is taken by the compiled step: where the chosen scan is compiled too, and knows the policy."""
-    if scan is reference.scan or query.device.type != "cpu":
+    if scan is reference.scan or query.device.type != "cpu" or not compile.available():
         return False
     from tova.scan import step
 
@@ -709,7 +764,7 @@ def _full(query: Tensor, key: Tensor, value: Tensor, state: LayerState, attentio
     causal = None
     if kept and steps > 1:
         causal = torch.ones(steps, kept + steps, dtype=torch.bool, device=key.device).tril(kept)
-    return torch.nn.functional.scaled_dot_product_attention(
+    out = torch.nn.functional.scaled_dot_product_attention(
         query,
         state.keys,
         state.values,
@@ -718,3 +773,13 @@ def _full(query: Tensor, key: Tensor, value: Tensor, state: LayerState, attentio
         scale=attention.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    if steps == 1 and query.device.type != "cpu":  # it sees everything, and may be part of a graph
+        return out
+    if bool(query.isfinite().all()) and ((steps == 1 and kept) or finite(state.keys, state.values)):
+        return out
+    columns = torch.arange(kept + steps, device=key.device)
+    for begin in range(0, steps, 256):
+        part = slice(begin, begin + 256)
+        seen = columns <= columns[kept:][part].unsqueeze(1)
+        attend_where_not_finite(query[:, :, part], state.keys, state.values, seen, attention, out[:, :, part])
+    return out

@@ -4,6 +4,13 @@ A policy is its parameters and a few pure functions over :class:`~tova.policies.
 :class:`Policy` and say what is remembered (``records``), how a step changes it (``observe``) and what is dropped
 first (``score``). The running policy, the simulation and the reference scan all take their steps through
 :func:`observe`, :func:`admit` and :func:`choose` below, so a policy is defined in one place.
+
+What is not finite. A step whose head-averaged weights are not all finite (a NaN or an infinity in a query or a key) is
+a step about which nothing is known: no record changes, a ring does not advance, ``observed`` does not count, and the
+newcomer joins with fill records. Kept sets are independent: only the one whose weights they are. The eviction goes by
+the records there are. A score that is NaN is nothing to rank by, so it makes no candidate; where there are fewer
+candidates than must go, the oldest held positions that are no sinks go for the rest. So the budget always holds, and
+what is poisoned is the oldest at last and leaves.
 """
 
 from __future__ import annotations
@@ -68,7 +75,8 @@ class Policy:
         layer, num_layers: which layer of how many this is; a cache sets them through :meth:`for_layer`.
 
     Unless a subclass says otherwise the newest token is never dropped in the step that brought it: nothing has
-    attended to it yet, so there is nothing to rank it by.
+    attended to it yet, so there is nothing to rank it by. Steps whose weights are not finite are never shown, and a
+    position whose score is NaN is dropped only where too few others are left (see :mod:`tova.policies.base`).
 
     Raises:
         UsageError: a parameter is no integer or out of its range; the message names it.
@@ -262,10 +270,17 @@ def new_records(policy: Policy, rows: int, slots: int, dtype: torch.dtype, devic
     }
 
 
-def observe(policy: Policy, slots: Slots, attn: Tensor, active: Tensor | None = None) -> None:
-    """Show the policy one step, in place. ``active`` bool [R, 1] leaves the other rows as they were."""
+def observe(
+    policy: Policy, slots: Slots, attn: Tensor, active: Tensor | None = None, known: Tensor | None = None
+) -> None:
+    """Show the policy one step, in place. Rows that are not ``active`` and ``known``, bool [R, 1], stay as they were.
+
+    ``known`` says whose weights are finite; those of the others are zeros here.
+    """
     if not policy.reads_attention:
         return
+    if known is not None:
+        active = known if active is None else known & active
     for name, value in policy.observe(slots, attn).items():
         old = slots.records[name]
         if active is not None:
@@ -281,10 +296,12 @@ def admit(
     position: Tensor,
     active: Tensor | None = None,
     own: Tensor | None = None,
+    known: Tensor | None = None,
 ) -> None:
     """Let the newest token join, in place: occupy ``slot`` (an index, or int64 [R, 1]) with fresh records.
 
-    ``own`` [R, 1] is the weight it gave to itself, None where tokens do not attend to themselves.
+    ``own`` [R, 1] is the weight it gave to itself, None where tokens do not attend to themselves; ``known`` bool [R, 1]
+    says where it is finite, None if everywhere.
     """
     rows = slots.positions.shape[0]
     where = slot if isinstance(slot, Tensor) else torch.full((rows, 1), slot, device=slots.positions.device)
@@ -298,7 +315,10 @@ def admit(
         old = slots.records[name]
         index = where.view(rows, 1, *[1] * len(record.width)).expand(rows, 1, *record.width)
         if name in joined:
-            slots.records[name] = old.scatter(1, index, joined[name].to(old.dtype).reshape(index.shape))
+            fresh = joined[name].to(old.dtype).reshape(index.shape)
+            if known is not None:
+                fresh = fresh.masked_fill(~known.view(rows, 1, *[1] * len(record.width)), record.fill)
+            slots.records[name] = old.scatter(1, index, fresh)
         else:
             slots.records[name] = old.scatter(1, index, record.fill)
 
@@ -306,24 +326,33 @@ def admit(
 def choose(policy: Policy, slots: Slots, excess: Tensor | int, most: int | None = None) -> Tensor:
     """bool [R, S]: the ``excess`` (an int or int64 [R, 1]) lowest-scored candidates of each row.
 
-    ``most`` is an upper bound on ``excess`` where the caller knows one: it saves reading the tensor. Rows with fewer
-    candidates than asked for lose all of them; callers that must not let that pass compare counts.
+    Candidates are the held positions that are not protected and whose score is not NaN. Where they are fewer than must
+    go, all of them go, and then the oldest held positions that are no sinks; callers that must not let that pass
+    compare counts before. ``most`` is an upper bound on ``excess`` where the caller knows one: it saves reading the
+    tensor.
     """
-    candidates = slots.held & ~policy.protected(slots)
-    score = policy.score(slots).masked_fill(~candidates, float("inf"))
+    score = policy.score(slots)
+    if not score.is_floating_point():
+        score = score.double()
+    candidates = slots.held & ~policy.protected(slots) & ~score.isnan()
+    score = score.masked_fill(~candidates, float("inf"))
     if most is None:
         most = excess if isinstance(excess, int) else int(excess.max())
     if most <= 0:
         return torch.zeros_like(candidates)
+    others = slots.held & ~candidates & (slots.positions >= policy.sinks)
     if most == 1:
         tied = candidates & (score == score.amin(-1, keepdim=True))
+        tied = tied | (others & ~candidates.any(-1, keepdim=True))
         slot = slots.positions.masked_fill(~tied, torch.iinfo(torch.int64).max).argmin(-1, keepdim=True)
         first = torch.zeros_like(candidates).scatter(-1, slot, True)
-        return first & candidates & (excess > 0)
+        return first & tied & (excess > 0)
     order, _ = slots.in_position_order()
     by_score = order.gather(-1, score.gather(-1, order).argsort(dim=-1, stable=True))
-    rank = by_score.argsort(dim=-1)
-    return candidates & (rank < excess)
+    turn = torch.where(candidates, 0, torch.where(others, 1, 2))  # an infinite score is one, what has none comes later
+    by_turn = by_score.gather(-1, turn.gather(-1, by_score).argsort(dim=-1, stable=True))
+    rank = by_turn.argsort(dim=-1)
+    return (candidates | others) & (rank < excess)
 
 
 def as_row(attn: Sequence[float] | Tensor | Any, dtype: torch.dtype) -> Tensor:

@@ -42,7 +42,7 @@ class RunningPolicy:
         Args:
             pos: its absolute position, above every earlier one.
             attn: the weight it gave to each held position in ascending order (``kept`` numbers), or None if
-                nothing is known of this step, which then changes no record.
+                nothing is known of this step, which then changes no record. So it is if they are not all finite.
 
         Raises:
             UsageError: ``pos`` is not new, or ``attn`` has another length than the kept set.
@@ -54,7 +54,8 @@ class RunningPolicy:
             row = as_row(attn, _DTYPE)
             if row.shape[-1] != self.kept:
                 raise UsageError(f"attn must have one weight per held position ({self.kept}), got {row.shape[-1]}")
-            observe(self.policy, slots, row)
+            if bool(row.isfinite().all()):
+                observe(self.policy, slots, row)
         n = slots.positions.shape[-1]
         self._slots = Slots(
             positions=torch.nn.functional.pad(slots.positions, (0, 1)),

@@ -69,7 +69,7 @@ class Slots:
 
     def max_pool(self, x: Tensor, kernel: int) -> Tensor:
         """[R, S] -> [R, S]: maximum of ``x`` over the ``kernel`` adjacent *held* positions centred on each slot."""
-        if kernel == 1:
+        if kernel == 1 or not x.numel():
             return x
         order, rank = self.in_position_order()
         held = self.held.gather(-1, order)
@@ -79,7 +79,7 @@ class Slots:
 
     def average_pool(self, x: Tensor, kernel: int) -> Tensor:
         """[R, S] -> [R, S]: sum of ``x`` over ``kernel`` adjacent held positions, over ``kernel``: ends count as 0."""
-        if kernel == 1:
+        if kernel == 1 or not x.numel():
             return x
         order, rank = self.in_position_order()
         held = self.held.gather(-1, order)

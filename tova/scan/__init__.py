@@ -3,6 +3,10 @@
 ``reference`` is plain torch and runs any policy on any device; ``cpu`` (numba) and ``gpu`` (Triton) are compiled and
 re-express the built-in policies; ``fixed_point`` runs any policy, parallel over steps. On the same logits they decide
 alike. :func:`select` picks one.
+
+Logits that are not finite: a step whose head-averaged weights are not all finite tells the policy nothing (see
+:mod:`tova.policies.base`), and its query's output is NaN. A query that does not see what is not finite, because it came
+before, was dropped or is padding, is as if that were not there. Every engine does this, and so keeps the same.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torch import Tensor
 from tova.errors import UsageError
 from tova.policies.base import Policy
 from tova.policies.slots import Slots
+from tova.scan import compile
 from tova.threads import Team
 
 SCANS = ("auto", "reference", "cpu", "gpu", "fixed_point")
@@ -66,6 +71,13 @@ class Chunk:
         if self.softcap is not None:
             logits = (logits / self.softcap).tanh() * self.softcap
         return dataclasses.replace(self, logits=logits, scaling=1.0, softcap=None)
+
+
+def visible(last: Tensor, kept: int, begin: int, end: int) -> Tensor:
+    """bool [R, end - begin, N]: which candidates the steps from ``begin`` see; ``last`` is what a scan returns."""
+    index = torch.arange(last.shape[1], device=last.device)
+    step = torch.arange(begin, end, device=last.device).unsqueeze(1)
+    return (index - kept <= step) & (step <= last.unsqueeze(1))
 
 
 class Scan(Protocol):
@@ -130,7 +142,7 @@ def select(name: str, policy: Policy, device: torch.device, dtype: torch.dtype) 
                 f"scan=gpu needs triton, CUDA tensors and a compiled built-in policy, not {policy.name} on {device} in "
                 f"{str(dtype).removeprefix('torch.')}"
             )
-    usable = device.type == "cpu" and importlib.util.find_spec("numba") is not None
+    usable = device.type == "cpu" and compile.available()
     if usable:
         from tova.scan import cpu
 

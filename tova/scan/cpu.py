@@ -15,13 +15,10 @@ from torch import Tensor
 
 from tova.policies import H2OHead, Policy, Random
 from tova.scan import Chunk
+from tova.scan import compile as compiled
 from tova.scan.modes import FEATURE, LATEST, MODES, OLDEST, RANDOM, RING, SUM, VOTES
 
-# Sums may be reassociated and multiplied-and-added in one rounding; infinities and NaN keep their meaning.
-_FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
-_jit = nb.njit(fastmath=_FASTMATH, error_model="numpy", nogil=True, cache=True)
-_inline = nb.njit(fastmath=_FASTMATH, error_model="numpy", nogil=True, cache=True, inline="always")
-_strict_jit = nb.njit(error_model="numpy", nogil=True, cache=True)
+_jit, _inline, _strict_jit = compiled.jit, compiled.inline, compiled.strict
 
 _F = np.float32
 _INF = np.float64(np.inf)
@@ -38,8 +35,8 @@ def scan(policy: Policy, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
     logits, slots = chunk.logits.contiguous(), chunk.slots
     rows, heads, steps, candidates = logits.shape
     mode, record, feature = MODES[type(policy)]
-    sums = torch.empty(rows, heads, steps, 1)
-    last = torch.empty(rows, candidates, dtype=torch.int64)
+    sums = torch.empty(rows, heads, steps, 1, dtype=torch.float32, device=logits.device)
+    last = torch.empty(rows, candidates, dtype=torch.int64, device=logits.device)
     # The kernel wants the candidates of a ring next to each other.
     rings = slots["ring"].transpose(1, 2).contiguous().numpy() if mode == RING else _nothing(rows, np.float32)
     if record is not None and mode != RING:
@@ -118,13 +115,28 @@ def _float_from_bits(typingctx, bits):  # type: ignore[no-untyped-def]
     return nb.float32(nb.int32), generate
 
 
+@intrinsic
+def _bits_of_float(typingctx, number):  # type: ignore[no-untyped-def]
+    """Reinterpret a float32 as an int32."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return nb.int32(nb.float32), generate
+
+
+# Added to a whole number n it leaves n + 127, a float32's exponent, in the lowest bits: 1.5 * 2**23 + 127. Unlike a
+# conversion to an integer that is defined for NaN too.
+_EXPONENT = _F(12583039.0)
+
+
 @_inline
 def _exp(x):  # type: ignore[no-untyped-def]
-    """exp of a float32 at most 0, within 2 units in the last place; written so that LLVM vectorises it.
+    """exp of a float32 at most 0, within 2 units in the last place; written so that LLVM vectorises it. NaN of NaN.
 
     Range reduction to |r| <= ln(2)/2 and the minimax polynomial of Cephes' ``expf``.
     """
-    x = max(x, _F(-87.0))
+    x = max(x, _F(-87.0))  # NaN, coming first, stays NaN
     n = np.floor(x * _F(1.4426950408889634) + _F(0.5))
     r = x - n * _F(0.693359375)
     r = r - n * _F(-2.12194440e-4)
@@ -135,7 +147,7 @@ def _exp(x):  # type: ignore[no-untyped-def]
     p = p * r + _F(1.6666665459e-1)
     p = p * r + _F(5.0000001201e-1)
     p = p * (r * r) + r + _F(1.0)
-    return p * _float_from_bits((nb.int32(n) + nb.int32(127)) << nb.int32(23))
+    return p * _float_from_bits(_bits_of_float(n + _EXPONENT) << nb.int32(23))
 
 
 @_jit
@@ -175,6 +187,7 @@ def _scan_row(  # type: ignore[no-untyped-def]
         last[m - 1] = steps
         for j in range(m):
             attn[j] = _F(0.0)
+        known = True  # whether the row is finite; what is not held may be anything, and is left out
         for h in range(heads):
             row = logits[h, i]
             top = row[m - 1]
@@ -185,38 +198,45 @@ def _scan_row(  # type: ignore[no-untyped-def]
                 top = max(top, head_sinks[h])
                 total = np.exp(head_sinks[h] - top)
             for j in range(m):
-                weight = _exp(row[j] - top) * alive[j]
+                x = row[j] - top if alive[j] > 0 else _F(-87.0)
+                weight = _exp(x) * alive[j]
                 row[j] = weight
                 total += weight
             for j in range(m, candidates):
                 row[j] = _F(0.0)
             sums[h, i] = total
+            known = known and not np.isnan(total)
             if reads:
                 share = _F(1.0) / (total * _F(heads))
                 for j in range(m):
                     attn[j] += row[j] * share
-        # What the policy sees: the weights on what was held before the newest token joined.
+        # What the policy sees: the weights on what was held before the newest token joined, if they are known.
         if mode == LATEST:
-            for j in range(m - 1):
-                numbers[j] = attn[j]
-            numbers[m - 1] = attn[m - 1] if own else _F(np.nan)
+            if known:
+                for j in range(m - 1):
+                    numbers[j] = attn[j]
+            numbers[m - 1] = attn[m - 1] if own and known else _F(np.nan)
         elif mode == SUM:
-            for j in range(m - 1):
-                numbers[j] += attn[j]
-            numbers[m - 1] = attn[m - 1] if own else _F(0.0)
+            if known:
+                for j in range(m - 1):
+                    numbers[j] += attn[j]
+            numbers[m - 1] = attn[m - 1] if own and known else _F(0.0)
         elif mode == VOTES:
             fair_share = 1.0 / max(count, 1)
-            for j in range(m - 1):
-                if alive[j] > 0 and np.float64(attn[j]) > fair_share:
-                    numbers[j] += _F(1.0)
+            if known:
+                for j in range(m - 1):
+                    if alive[j] > 0 and np.float64(attn[j]) > fair_share:
+                        numbers[j] += _F(1.0)
             numbers[m - 1] = _F(0.0)
         elif mode == RING:
-            slot = ring[observed % ring.shape[0]]
-            for j in range(m - 1):
-                slot[j] = attn[j]
+            if known:
+                slot = ring[observed % ring.shape[0]]
+                for j in range(m - 1):
+                    slot[j] = attn[j]
             for w in range(ring.shape[0]):
                 ring[w, m - 1] = _F(0.0)
-        observed += 1
+        if known:
+            observed += 1
         count += 1
         newest = positions[m - 1]
         if count >= trigger:
@@ -244,29 +264,39 @@ def _scan_row(  # type: ignore[no-untyped-def]
                 first_recent -= 1
                 if alive[first_recent] > 0:
                     left -= 1
-            count -= _drop(score, alive, positions, last, i, first_recent, sinks, count - remains)
+            count -= _drop(score, alive, positions, last, i, first_recent, m, sinks, count - remains)
     for j in range(candidates):
         held[j] = 1 if alive[j] > 0 else 0
     return observed, newest
 
 
 @_strict_jit
-def _drop(score, alive, positions, last, step, end, sinks, excess):  # type: ignore[no-untyped-def]
-    """Drop the ``excess`` lowest scores among the unprotected before index ``end``; returns how many were."""
+def _drop(score, alive, positions, last, step, end, m, sinks, excess):  # type: ignore[no-untyped-def]
+    """Drop the ``excess`` lowest scores among the unprotected before index ``end``; returns how many were.
+
+    A score that is NaN is none. Where there are too few, the oldest of all ``m`` that are no sinks go.
+    """
     dropped = 0
     for _ in range(excess):
         lowest = _INF
         for j in range(end):
             candidate = alive[j] > 0 and positions[j] >= sinks
             lowest = min(lowest, score[j] if candidate else _INF)
-        if lowest == _INF:
-            break
+        victim = -1
         for j in range(end):
             if alive[j] > 0 and positions[j] >= sinks and score[j] == lowest:
-                alive[j] = _F(0.0)
-                last[j] = step
-                dropped += 1
+                victim = j
                 break
+        if victim < 0:
+            for j in range(m):
+                if alive[j] > 0 and positions[j] >= sinks:
+                    victim = j
+                    break
+        if victim < 0:
+            break
+        alive[victim] = _F(0.0)
+        last[victim] = step
+        dropped += 1
     return dropped
 
 

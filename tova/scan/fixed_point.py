@@ -30,8 +30,8 @@ from torch import Tensor
 
 from tova.policies.base import Policy, admit, choose, observe
 from tova.policies.slots import Slots
-from tova.scan import Chunk, has_triton
-from tova.scan.reference import head_average
+from tova.scan import Chunk, has_triton, visible
+from tova.scan.reference import head_average, known_rows, weights_under
 
 LIMIT = 16
 """Rounds before the rest of a chunk is taken step by step."""
@@ -175,7 +175,7 @@ class _Walk:
         device = chunk.logits.device
         self.policy, self.chunk = policy, chunk
         self.index = torch.arange(candidates, device=device)
-        self.weights = torch.zeros(rows, steps, candidates, device=device)
+        self.weights = torch.zeros(rows, steps, candidates, dtype=torch.float32, device=device)
         self.before = [(_copy(chunk.slots), torch.where(chunk.slots.held, steps, -1))]
 
     def look(self, last: Tensor, begin: int) -> None:
@@ -185,7 +185,7 @@ class _Walk:
         size = max(1, _AT_ONCE // (len(last) * heads * candidates))
         for at in range(begin, steps, size):
             until = min(at + size, steps)
-            self.weights[:, at:until] = self._row(at, until, _visible(self.chunk, last, at, until))
+            self.weights[:, at:until] = self._row(at, until, visible(last, self.chunk.kept, at, until))
 
     def pick(self, begin: int) -> Tensor:
         return self._go(begin, known=True)
@@ -216,15 +216,16 @@ class _Walk:
             last = torch.where(gone, i - 1, last)
         joins = self.index == newcomer
         joins = joins if active is None else joins & active
-        if known:
+        seen = slots.held | joins
+        if known or not policy.reads_attention:
             row = self.weights[:, i]
-        elif policy.reads_attention:
-            row = self._row(i, i + 1, (slots.held | joins).unsqueeze(1))[:, 0]
         else:
-            row = self.weights[:, i]
+            row = self._row(i, i + 1, seen.unsqueeze(1))[:, 0]
+        row, finite = known_rows(row.masked_fill(~seen, 0.0))
+        position = slots.positions[:, newcomer : newcomer + 1]
         own = row[:, newcomer : newcomer + 1]
-        observe(policy, slots, row.masked_fill(~slots.held, 0.0), active)
-        admit(policy, slots, newcomer, slots.positions[:, newcomer : newcomer + 1], active, own=own)
+        observe(policy, slots, row.masked_fill(~slots.held, 0.0), active, finite)
+        admit(policy, slots, newcomer, position, active, own=own, known=finite)
         last = torch.where(joins, chunk.logits.shape[2], last)
         count = slots.count
         excess = torch.where(count >= chunk.trigger, count - chunk.remains, 0)
@@ -241,7 +242,7 @@ class _Walk:
         logits = chunk.logits[:, :, begin:end].float()
         counted = logits.masked_fill(~seen, _NOTHING)
         if chunk.sinks is None:
-            weights = counted.softmax(-1).nan_to_num_(0.0)
+            weights = counted.softmax(-1)
         else:
             beside = chunk.sinks[:, :, None, None].expand(*logits.shape[:3], 1)
             counted = torch.cat([counted, beside], -1)
@@ -253,29 +254,6 @@ class _Walk:
 def _copy(slots: Slots) -> Slots:
     """The same tensors in a Slots of its own: a step replaces tensors and changes none."""
     return dataclasses.replace(slots, records=dict(slots.records))
-
-
-def _visible(chunk: Chunk, last: Tensor, begin: int, end: int) -> Tensor:
-    """bool [R, end - begin, N]: what the steps see if drops are as in ``last``."""
-    index = torch.arange(last.shape[1], device=last.device)
-    step = torch.arange(begin, end, device=last.device).unsqueeze(1)
-    return (index - chunk.kept <= step) & (step <= last.unsqueeze(1))
-
-
-def weights_under(chunk: Chunk, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Undivided weights float32 [R, H_g, C, N] and their sums [R, H_g, C, 1], as a scan returns them."""
-    logits = chunk.logits.float()
-    visible = _visible(chunk, last, 0, logits.shape[2])
-    logits = logits.masked_fill(~visible.unsqueeze(1), _NOTHING)
-    top = logits.amax(-1, keepdim=True)
-    if chunk.sinks is not None:
-        top = torch.maximum(top, chunk.sinks[:, :, None, None])
-    top = top.clamp_min(torch.finfo(torch.float32).min)
-    weights = logits.sub_(top).exp_()
-    sums = weights.sum(-1, keepdim=True)
-    if chunk.sinks is not None:
-        sums = sums + (chunk.sinks[:, :, None, None] - top).exp()
-    return weights, sums
 
 
 def has_closed_form(policy: Policy) -> bool:

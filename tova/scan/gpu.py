@@ -107,7 +107,7 @@ def weights_under(chunk: Chunk, last: Tensor) -> tuple[Tensor, Tensor]:
     logits = chunk.logits.contiguous()
     rows, heads, steps, candidates = logits.shape
     weights = logits if logits.dtype == chunk.dtype else torch.empty_like(logits, dtype=chunk.dtype)
-    sums = torch.empty(rows, heads, steps, 1, device=logits.device)
+    sums = torch.empty(rows, heads, steps, 1, dtype=torch.float32, device=logits.device)
     _weights_kernel[(rows * heads * steps,)](
         logits,
         last,
@@ -134,7 +134,7 @@ class Walk:
         rows, _, steps, candidates = chunk.logits.shape
         self.policy, self.chunk = policy, chunk
         self.logits = chunk.logits.contiguous()
-        self.weights = torch.zeros(rows, steps, candidates, device=self.logits.device)
+        self.weights = torch.zeros(rows, steps, candidates, dtype=torch.float32, device=self.logits.device)
         self.state: _State | None = None
 
     def look(self, last: Tensor, begin: int) -> None:
@@ -190,6 +190,7 @@ class _State:
         self.mode, self.record, self.feature = MODES[type(policy)]
         self.held = slots.held.to(torch.uint8)
         self.last = torch.empty_like(slots.positions)
+        self.blind = torch.zeros_like(slots.observed)
         self.numbers = self.scratch = None
         if self.record == "ring":
             # The kernel wants the candidates of one step next to each other; newcomers begin at nothing.
@@ -220,6 +221,7 @@ class _State:
             _or(chunk.real, self.held),
             _or(chunk.sinks, source),
             slots.observed.contiguous(),
+            self.blind,
             chunk.kept,
             min(chunk.trigger, _NEVER),
             min(chunk.remains, _NEVER),
@@ -259,6 +261,8 @@ class _State:
             assert self.numbers is not None
             slots.records[self.record] = self.numbers
         fixed_point.advance(self.policy, self.chunk)
+        if self.policy.reads_attention:
+            slots.observed = slots.observed - self.blind
 
 
 def _or(tensor: Tensor | None, instead: Tensor) -> Tensor:
@@ -292,7 +296,8 @@ def _head_average(  # type: ignore[no-untyped-def]
     """float32 [BLOCK]: weights of one query beside what is ``seen``, averaged over heads.
 
     Zero elsewhere, or, with ``OTHERS``, what the other ``loadable`` ones would weigh with the same sums. What is
-    loadable is known earlier than what is seen, so loads need not wait.
+    loadable is known earlier than what is seen, so loads need not wait. NaN everywhere if what a head sees is not
+    finite, or if it sees nothing.
     """
     average = tl.zeros([BLOCK], tl.float32)
     for first in range(0, heads, BLOCK_H):
@@ -340,7 +345,7 @@ def _sum_over_heads(  # type: ignore[no-untyped-def]
         total = tl.sum(weight, 1)
     if HAS_SINKS:
         total += tl.exp(sink - top)
-    total = tl.where(total > 0, total, 1.0)
+    total = tl.where(there, total, 1.0)  # there it may be NaN or 0, and what is divided by it is NaN
     return tl.sum(weight / total[:, None], 0)
 
 
@@ -350,13 +355,16 @@ def _observed(  # type: ignore[no-untyped-def]
 ):
     """float32 [BLOCK]: the record after a step whose weights were ``attn``, the newcomer's own included.
 
-    A policy sees the weights on the ``count`` that were held before the newest token joined.
+    A policy sees the weights on the ``count`` that were held before the newest token joined; where they are NaN, which
+    is everywhere or nowhere, records stay and the newcomer's is as at any admission.
     """
-    shown = tl.where(alive, attn, 0.0)
-    own = attn if OWN else tl.zeros([BLOCK], tl.float32)
+    known = attn == attn
+    shown = tl.where(alive & known, attn, 0.0)
+    own = tl.where(known, attn, 0.0) if OWN else tl.zeros([BLOCK], tl.float32)
     if MODE == LATEST:
-        fresh = own if OWN else tl.full([BLOCK], float("nan"), tl.float32)
-        number = tl.where(newcomer, fresh, shown)
+        unobserved = tl.full([BLOCK], float("nan"), tl.float32)
+        fresh = attn if OWN else unobserved
+        number = tl.where(newcomer, fresh, tl.where(known, shown, number))
     if MODE == SUM:
         number = tl.where(newcomer, own, number + shown)
     if MODE == VOTES:
@@ -371,13 +379,13 @@ def _observed(  # type: ignore[no-untyped-def]
 def _given(source, row, step, kept, steps, candidates, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 [BLOCK]: the given weights of one step; nothing past the last."""
     n = tl.arange(0, BLOCK)
-    mask = (n < candidates) & (n <= kept + step) & (step < steps)
+    mask = (n < candidates) & (n <= kept + step) & (n * 0 + step < steps)  # step may be a plain number
     return tl.load(source + (row * steps + step) * candidates + n, mask=mask, other=0.0)
 
 
 @triton.jit
 def _scan_kernel(  # type: ignore[no-untyped-def]
-    source, positions, held, last_out, numbers, scratch, feature, allowed, real, sinks, observed_at,
+    source, positions, held, last_out, numbers, scratch, feature, allowed, real, sinks, observed_at, blind_out,
     kept, trigger, remains, sink_tokens, recent, heads, steps, candidates, scaling, softcap,
     MODE: tl.constexpr, IN_NUMBERS: tl.constexpr, READS: tl.constexpr, GIVEN: tl.constexpr, OWN: tl.constexpr,
     HAS_FEATURE: tl.constexpr, HAS_ALLOWED: tl.constexpr, HAS_REAL: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -385,6 +393,8 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One kept set through one chunk. Candidates are in position order, so ties go to the lower index.
+
+    ``blind_out`` takes how many real steps had weights that were not finite.
 
     What a step reads does not depend on what was dropped before, so it is asked for while earlier steps are at work:
     given weights two steps ahead, and with ``AHEAD``, where all heads fit at once, logits one step ahead.
@@ -403,6 +413,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     ring = numbers + row * WIDTH * candidates
     dense = scratch + row * candidates
     observed = tl.load(observed_at + row)
+    blind = tl.zeros([BLOCK], tl.int32)
     count = tl.sum(alive.to(tl.int32), 0)
     if READS and GIVEN:
         next_given = _given(source, row, 0, kept, steps, candidates, BLOCK)
@@ -439,12 +450,18 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
                     source, sinks, row, i, alive | newcomer, inside & (n <= m), heads, steps, candidates,
                     scaling, softcap, HAS_SINKS, HAS_SOFTCAP, False, BLOCK_H, BLOCK,
                 )  # fmt: skip
+            # The newcomer is seen by every row, so its weight is NaN if and only if the row is not finite.
+            unknown = (newcomer & (attn != attn)).to(tl.int32)
+            blind += unknown
             if MODE == RING:
+                counts = tl.max(unknown, 0) == 0
+                if HAS_REAL:
+                    counts = counts & is_real
                 turn = observed % WIDTH
-                tl.store(ring + turn * candidates + n, tl.where(alive, attn, 0.0), mask=inside & is_real)
+                tl.store(ring + turn * candidates + n, tl.where(alive, attn, 0.0), mask=inside & counts)
+                observed += tl.where(counts, 1, 0)
             else:
                 number = tl.where(is_real, _observed(number, attn, alive, newcomer, count, MODE, OWN, BLOCK), number)
-            observed += tl.where(is_real, 1, 0)
         alive = alive | newcomer
         last = tl.where(newcomer, steps, last)
         count += tl.where(is_real, 1, 0)
@@ -480,16 +497,22 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
                 score = number * value
             else:
                 score = number
+            droppable = droppable & (score == score)
             for _ in range(excess):
                 ranked = tl.where(droppable, score, _INF)
                 low, lowest = tl.min(ranked, 0, return_indices=True, return_indices_tie_break_left=True)
-                victim = (n == lowest) & droppable
+                if low == _INF:  # infinite scores come last, then the oldest of what has none
+                    turn_of = tl.where(droppable, n, tl.where(alive & free, BLOCK + n, 2 * BLOCK))
+                    first_turn = tl.min(turn_of, 0)
+                    lowest = tl.where(first_turn < 2 * BLOCK, first_turn % BLOCK, BLOCK)
+                victim = n == lowest
                 last = tl.where(victim, i, last)
                 alive = alive & (victim == 0)
                 droppable = droppable & (victim == 0)
-                count -= tl.where(low < _INF, 1, 0)
+                count -= tl.where(lowest < BLOCK, 1, 0)
     tl.store(held + row * candidates + n, alive.to(tl.uint8), mask=inside)
     tl.store(last_out + row * candidates + n, last.to(tl.int64), mask=inside)
+    tl.store(blind_out + row, tl.sum(blind, 0).to(tl.int64))
     if IN_NUMBERS:
         tl.store(numbers + row * candidates + n, number, mask=inside)
 
@@ -525,13 +548,13 @@ def _weights_kernel(  # type: ignore[no-untyped-def]
     logits += query * candidates
     out += query * candidates
     last_in += row * candidates
-    top = tl.full([BLOCK], _LOWEST, tl.float32)
+    top = tl.full([BLOCK], -_INF, tl.float32)
     for first in range(0, candidates, BLOCK):
         n = first + tl.arange(0, BLOCK)
         known = (n < candidates) & (n <= kept + i)
         seen = known & (tl.load(last_in + n, mask=known, other=-1) >= i)
         x = _scaled(tl.load(logits + n, mask=seen, other=0.0), scaling, softcap, HAS_SOFTCAP)
-        top = tl.maximum(top, tl.where(seen, x, _LOWEST))
+        top = tl.maximum(top, tl.where(seen, x, -_INF))
     top = tl.max(top, 0)
     if HAS_SINKS:
         sink = tl.load(sinks + query // steps)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tova.policies.base import Policy, admit, choose, observe
 from tova.policies.slots import Slots
-from tova.scan import Chunk
+from tova.scan import Chunk, visible
 
 _NOTHING = float("-inf")
 
@@ -29,10 +29,10 @@ def scan(policy: Policy, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
             looked_at = (slots.positions >= 0) & (index <= newcomer)
         else:
             looked_at = slots.held | joins
-        row = _row(policy, chunk, i, looked_at)
+        row, known = known_rows(_row(policy, chunk, i, looked_at))
         position = slots.positions[:, newcomer : newcomer + 1]
-        observe(policy, slots, row.masked_fill(~slots.held, 0.0), active)
-        admit(policy, slots, newcomer, position, active, own=row[:, newcomer : newcomer + 1])
+        observe(policy, slots, row.masked_fill(~slots.held, 0.0), active, known)
+        admit(policy, slots, newcomer, position, active, own=row[:, newcomer : newcomer + 1], known=known)
         last = torch.where(joins, steps, last)
         count = slots.count
         excess = torch.where(count >= chunk.trigger, count - chunk.remains, 0)
@@ -41,22 +41,28 @@ def scan(policy: Policy, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
         dropped = choose(policy, slots, excess, most=max(chunk.trigger - chunk.remains, 1))
         slots.held = slots.held & ~dropped
         last = torch.where(dropped, i, last)
-    step = torch.arange(steps, device=logits.device).view(1, steps, 1)
-    visible = (index - kept <= step) & (step <= last.unsqueeze(1))
-    logits = logits.masked_fill(~visible.unsqueeze(1), _NOTHING)
+    return *weights_under(chunk, last), last
+
+
+def weights_under(chunk: Chunk, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Undivided weights float32 [R, H_g, C, N] and their sums [R, H_g, C, 1], if drops are as in ``last``."""
+    logits = chunk.logits.float()
+    seen = visible(last, chunk.kept, 0, logits.shape[2]).unsqueeze(1)
+    logits = logits.masked_fill(~seen, _NOTHING)
     top = logits.amax(-1, keepdim=True)
     if chunk.sinks is not None:
         top = torch.maximum(top, chunk.sinks[:, :, None, None])
-    top = top.clamp_min(torch.finfo(logits.dtype).min)
-    weights = (logits - top).exp()
+    # A query of padding sees nothing, and gets nothing; one that sees but minus infinity gets NaN, as of any softmax.
+    top = top.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    weights = logits.sub_(top).exp_()
     sums = weights.sum(-1, keepdim=True)
     if chunk.sinks is not None:
         sums = sums + (chunk.sinks[:, :, None, None] - top).exp()
-    return weights, sums, last
+    return weights, sums
 
 
 def _row(policy: Policy, chunk: Chunk, step: int, looked_at: Tensor) -> Tensor:
-    """[R, N]: the weights of one query on ``looked_at``, averaged over heads; zero elsewhere, and for padding."""
+    """[R, N]: the weights of one query on ``looked_at``, averaged over heads; zero elsewhere. NaN for padding."""
     logits = chunk.logits[:, :, step].masked_fill(~looked_at.unsqueeze(1), _NOTHING)
     return head_average(policy, softmax(logits, chunk.sinks), chunk.dtype)
 
@@ -69,10 +75,18 @@ def head_average(policy: Policy, weights: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """[R, H_g, N] beside ``sinks`` [R, H_g] if any; zero where a row has nothing to look at."""
+    """[R, H_g, N] beside ``sinks`` [R, H_g] if any."""
     if sinks is not None:
         return torch.cat([logits, sinks.unsqueeze(-1)], -1).softmax(-1)[..., :-1]
-    return logits.softmax(-1).nan_to_num(0.0)
+    return logits.softmax(-1)
+
+
+def known_rows(weights: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Head-averaged weights [R, N], zero in rows that are not finite, and bool [R, 1]: which are; None if all."""
+    known = weights.isfinite().all(-1, keepdim=True)
+    if weights.device.type == "cpu" and bool(known.all()):  # elsewhere asking would mean waiting
+        return weights, None
+    return weights.masked_fill(~known, 0.0), known
 
 
 def _expire(slots: Slots, last: Tensor, gone: Tensor, step: int, active: Tensor | None) -> None:

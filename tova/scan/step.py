@@ -19,7 +19,9 @@ from llvmlite import ir
 from numba.extending import intrinsic
 from torch import Tensor
 
+from tova.errors import UsageError
 from tova.policies import H2OHead, Policy
+from tova.products import only_seen
 from tova.scan import cpu
 from tova.scan.cpu import mix, pool_in_order, random_key
 from tova.scan.modes import FEATURE, LATEST, MODES, OLDEST, RANDOM, RING, SUM, VOTES
@@ -71,7 +73,7 @@ def _plan(policy: Policy, every: int) -> Plan:
         feature,
         policy.reads_attention,
         policy.newest_competes or isinstance(policy, H2OHead),
-        int(_NOWHERE) if policy.prompt_only else policy.effective_budget + every,
+        int(_NOWHERE) if policy.prompt_only else min(policy.effective_budget + every, int(_NOWHERE)),
         policy.remains(0),
         policy.sinks,
         policy.newest_protected,
@@ -115,12 +117,12 @@ def step(
     old = None if plan.feature is None else slots.features[plan.feature]
     log = None if state.log is None else state.log.evicted_at
     sinks = None if attention.sinks is None else attention.sinks.detach().float().contiguous()
-    # Addresses are handed on: anything else would be read and written as if it were this.
-    for tensor in (query, key, value, state.keys, state.values, record, old, feature, sinks):
-        assert tensor is None or tensor.dtype == torch.float32
-    for tensor in (state.keys, state.values, slots.positions, slots.held, slots.observed, slots.newest, record, old):
-        assert tensor is None or tensor.is_contiguous()
+    feature = None if feature is None else feature.contiguous()
+    _check(torch.float32, query, key, value, state.keys, state.values, record, old, feature, sinks)
+    _check(torch.int64, slots.positions, slots.observed, slots.newest, state.start, log)
+    _check(torch.bool, slots.held)
     split = batch * groups * used * size >= _MANY and torch.get_num_threads() >= _THREADS
+    before = slots.held[:, :used].clone() if split else None
     logits: Tensor | None = None
     for stage in (_PLACE, _REST) if split else (_ALL,):
         if stage == _REST:
@@ -135,9 +137,23 @@ def step(
             attention.scaling, attention.softcap or 0.0, state.seen,
             plan.mode, plan.reads, plan.own, plan.trigger, plan.remains, plan.sinks, plan.recent, plan.pool, plan.key,
         )  # fmt: skip
-    if logits is not None:
-        out = attention.mix(logits, None, state.values[:, :, :used])
+    if logits is not None and before is not None:
+        values = state.values[:, :, :used]
+        out = attention.mix(logits, None, values)
+        if not bool(out.isfinite().all()):
+            before |= slots.positions[:, :used] == state.seen - state.start
+            out = attention.mix(logits, None, only_seen(values, before))
     return out
+
+
+def _check(dtype: torch.dtype, *tensors: Tensor | None) -> None:
+    """Addresses are handed on: anything else would be read and written as if it were this."""
+    for tensor in tensors:
+        if tensor is not None and not (tensor.dtype == dtype and tensor.is_contiguous()):
+            raise UsageError(
+                f"the compiled step needs what a layer holds as contiguous {str(dtype).removeprefix('torch.')}, got "
+                f"{str(tensor.dtype).removeprefix('torch.')} in strides {tensor.stride()}; scan=reference takes any"
+            )
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -220,6 +236,7 @@ def _step(  # type: ignore[no-untyped-def]
             attn[j] = _F(0.0)
         alive[slot] = _F(1.0)
         share = _F(1.0) / _F(shared)
+        known = True  # whether the row is finite; what is not held may be anything, and is left out
         for c in range(first, first + each):
             if stage == _ALL:
                 for g in range(per):
@@ -242,9 +259,11 @@ def _step(  # type: ignore[no-untyped-def]
                     top = max(top, head_sinks[c * per + g])
                     total = np.exp(head_sinks[c * per + g] - top)
                 for j in range(used):
-                    weight = cpu._exp(row[j] - top) * alive[j]
+                    x = row[j] - top if alive[j] > 0 else _F(-87.0)
+                    weight = cpu._exp(x) * alive[j]
                     row[j] = weight
                     total += weight
+                known = known and not np.isnan(total)
                 total = _F(1.0) / total
                 for j in range(used):
                     row[j] *= total
@@ -252,35 +271,42 @@ def _step(  # type: ignore[no-untyped-def]
                     for j in range(used):
                         attn[j] += row[j] * share
             if stage == _ALL:
-                _mixed(weights, all_values[b, c], out[b, c * per : (c + 1) * per])
-        # What the policy sees: the weights on what was held before the newcomer joined.
+                mixed = out[b, c * per : (c + 1) * per]
+                _mixed(weights, all_values[b, c], mixed)
+                if not _finite(mixed):
+                    _mixed_of_seen(weights, all_values[b, c], alive, mixed)
+        # What the policy sees: the weights on what was held before the newcomer joined, if they are known.
         if mode == LATEST:
             numbers = all_numbers[r]
-            for j in range(used):
-                numbers[j] = attn[j]
-            if not own:
+            if known:
+                for j in range(used):
+                    numbers[j] = attn[j]
+            if not (own and known):
                 numbers[slot] = _F(np.nan)
         elif mode == SUM:
             numbers = all_numbers[r]
-            for j in range(used):
-                numbers[j] += attn[j]
-            numbers[slot] = attn[slot] if own else _F(0.0)
+            if known:
+                for j in range(used):
+                    numbers[j] += attn[j]
+            numbers[slot] = attn[slot] if own and known else _F(0.0)
         elif mode == VOTES:
             numbers = all_numbers[r]
             fair_share = 1.0 / max(count, 1)
-            for j in range(used):
-                if held[j] and np.float64(attn[j]) > fair_share:
-                    numbers[j] += _F(1.0)
+            if known:
+                for j in range(used):
+                    if held[j] and np.float64(attn[j]) > fair_share:
+                        numbers[j] += _F(1.0)
             numbers[slot] = _F(0.0)
         elif mode == RING:
             turn = observed[r] % ring_width
-            for j in range(used):
-                rings[r, j, turn] = attn[j]
+            if known:
+                for j in range(used):
+                    rings[r, j, turn] = attn[j]
             for w in range(ring_width):
                 rings[r, slot, w] = _F(0.0)
         if len(all_features):
             all_features[r, slot] = fresh[r]
-        if reads:
+        if reads and known:
             observed[r] += 1
         newest[r] = position
         held[slot] = 1
@@ -309,8 +335,10 @@ def _step(  # type: ignore[no-untyped-def]
         for _ in range(count - remains):
             victim = _lowest(score, positions, used)
             if victim < 0:
+                victim = _oldest(held, positions, used, sinks)
+            if victim < 0:
                 break
-            score[victim] = _INF
+            score[victim] = np.nan
             held[victim] = 0
             dropped += 1
             if len(log):
@@ -352,8 +380,31 @@ def _mixed(weights, values, out):  # type: ignore[no-untyped-def]
 
 
 @_strict_jit
+def _finite(out):  # type: ignore[no-untyped-def]
+    """Whether all of ``out`` [per, width] is finite."""
+    others = 0  # counted, since a sum may be reassociated until what is not finite cancels
+    for g in range(out.shape[0]):
+        for i in range(out.shape[1]):
+            others += not np.isfinite(out[g, i])
+    return others == 0
+
+
+@_jit
+def _mixed_of_seen(weights, values, alive, out):  # type: ignore[no-untyped-def]
+    """As :func:`_mixed` of those slots alone that are ``alive``: a weight of 0 does not undo a NaN."""
+    per, used = weights.shape
+    out[:] = _F(0.0)
+    for j in range(used):
+        if alive[j] > 0:
+            for g in range(per):
+                a = weights[g, j]
+                for i in range(values.shape[1]):
+                    out[g, i] += a * values[j, i]
+
+
+@_strict_jit
 def _forbid(score, held, positions, used, sinks, recent, newest):  # type: ignore[no-untyped-def]
-    """Infinity for what is no candidate: empty slots, sinks, the ``recent`` newest held, no weight yet (NaN)."""
+    """NaN for what is no candidate: empty slots, sinks, the ``recent`` newest held; so it is where nothing is known."""
     floor = _NOWHERE
     if recent > 0:
         floor = newest - recent + 1
@@ -363,8 +414,8 @@ def _forbid(score, held, positions, used, sinks, recent, newest):  # type: ignor
         if there < recent:  # some of them went with the layer's own window: look further back
             floor = _nth_newest(held, positions, used, recent)
     for j in range(used):
-        if held[j] == 0 or positions[j] < sinks or positions[j] >= floor or np.isnan(score[j]):
-            score[j] = _INF
+        if held[j] == 0 or positions[j] < sinks or positions[j] >= floor:
+            score[j] = np.nan
 
 
 @_strict_jit
@@ -384,17 +435,28 @@ def _nth_newest(held, positions, used, n):  # type: ignore[no-untyped-def]
 
 @_strict_jit
 def _lowest(score, positions, used):  # type: ignore[no-untyped-def]
-    """The slot of the lowest score, of equal ones that of the lower position; -1 if all are infinite."""
+    """The slot of the lowest score, of equal ones that of the lower position; -1 if all are NaN."""
     lowest = _INF
     for j in range(used):
-        lowest = min(lowest, score[j])
+        lowest = min(lowest, score[j])  # which is ``lowest`` where the other is NaN
     victim = -1
-    if lowest < _INF:
-        at = _NOWHERE
-        for j in range(used):
-            if score[j] == lowest and positions[j] < at:
-                at = positions[j]
-                victim = j
+    at = _NOWHERE
+    for j in range(used):
+        if score[j] == lowest and positions[j] < at:
+            at = positions[j]
+            victim = j
+    return victim
+
+
+@_strict_jit
+def _oldest(held, positions, used, sinks):  # type: ignore[no-untyped-def]
+    """The slot of the lowest position held that is no sink; -1 if there is none."""
+    victim = -1
+    at = _NOWHERE
+    for j in range(used):
+        if held[j] and sinks <= positions[j] < at:
+            at = positions[j]
+            victim = j
     return victim
 
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tova import fused
+from tova.errors import UsageError
 from tova.policies import Policy
 from tova.scan import gpu, modes
 from tova.scan.gpu import _INF, _LOWEST, FEATURE, OLDEST, _head_average, _heads_at_once, _observed, _scaled
@@ -68,7 +69,8 @@ def step(
     sets = rows // batch
     mode, record, wanted = modes.MODES[type(policy)]
     for tensor in (state.keys, state.values, slots.positions, slots.held, slots.observed, slots.newest, state.start):
-        assert tensor.is_contiguous()
+        if not tensor.is_contiguous():
+            raise UsageError(f"the kernels need what a layer holds to be contiguous, got strides {tensor.stride()}")
     held = slots.held.view(torch.uint8)
     old = None if wanted is None else slots.features[wanted]
     numbers = None if record is None else slots.records[record]
@@ -221,7 +223,8 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         number = tl.load(numbers + at, mask=inside, other=0.0)
         number = _observed(number, attn, alive, newcomer, count, MODE, OWN, BLOCK)
         tl.store(numbers + at, number, mask=inside)
-        tl.store(observed + row, tl.load(observed + row) + 1)
+        unknown = tl.max((attn != attn).to(tl.int64), 0)
+        tl.store(observed + row, tl.load(observed + row) + 1 - unknown)
     if MODE == OLDEST:
         score = position.to(tl.float32)  # equal ones are told apart by position below
     elif MODE == FEATURE:
@@ -233,11 +236,13 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     alive = alive | newcomer
     count += 1
     # The last `recent` tokens have been protected since they came, so all of them are held.
-    droppable = alive & (position >= sink_tokens) & (position <= now - recent)
+    droppable = alive & (position >= sink_tokens) & (position <= now - recent) & (score == score)
     excess = tl.where(count >= trigger, count - remains, 0)
     for _ in range(excess):
         ranked = tl.where(droppable, score, _INF)
         tied = droppable & (ranked == tl.min(ranked, 0))
+        if tl.max(droppable.to(tl.int32), 0) == 0:  # nothing to rank by: the oldest goes
+            tied = alive & (position >= sink_tokens)
         first = tl.min(tl.where(tied, position, _HIGHEST_POSITION), 0)
         victim = tied & (position == first)
         if HAS_LOG:

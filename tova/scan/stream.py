@@ -5,14 +5,14 @@ What a policy remembers is kept by position, so nothing moves but the ascending 
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
 from tova.policies import Policy
+from tova.scan import compile as compiled
 from tova.scan.cpu import mix, random_key
 from tova.scan.modes import LATEST, MODES, OLDEST, RANDOM, RING, SUM, VOTES
 
-_jit = nb.njit(error_model="numpy", nogil=True, cache=True)
+_jit = compiled.strict
 
 
 def supports(policy: Policy) -> bool:
