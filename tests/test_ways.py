@@ -898,3 +898,14 @@ def test_losses_with_an_ordinary_cache(llama) -> None:
     ids = tokens(1, 50)
     ordinary = token_nll(llama, ids, DynamicCache(config=llama.config))
     assert (ordinary - token_nll(llama, ids)).abs().max() < 1e-5
+
+
+def test_a_model_whose_parts_are_moved_about(mistral) -> None:
+    """accelerate sends what a layer gets to its device first, masks too."""
+    accelerate = pytest.importorskip("accelerate")
+    ids, padding = tokens(2, 60), [0, 9]
+    straight, moved = make(), make()
+    expected = forward(mistral, ids, straight, padding)
+    model = accelerate.cpu_offload(tiny("mistral"), execution_device=torch.device("cpu"))
+    assert torch.equal(forward(model, ids, moved, padding), expected)
+    assert torch.equal(moved.evicted_at, straight.evicted_at)

@@ -49,7 +49,7 @@ _IRRELEVANT = frozenset(
 
 
 _CHANGED = (
-    "changes its keys after caching them, or its values (as multi-head latent attention does), and cannot be followed"
+    "changes its keys after caching them, or its values (as multi-head latent attention does), cannot be followed"
 )
 
 
@@ -72,8 +72,8 @@ class HandedOn(Tensor):
             return _tag(plain, getattr(tensor, LAYER))
         if not (tells(func) or func is Tensor.as_subclass):
             raise UsageError(
-                "the keys did not reach the evicting attention: call tova.enable(model) first; if it was called, this "
-                f"model {_CHANGED} ({name_of(func)})"
+                f"keys or values did not reach the evicting attention, something else took them ({name_of(func)}): "
+                f"call tova.enable(model) first, unless it was called; {_CHANGED}"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -137,7 +137,7 @@ def attend(
             f"{type(module).__name__} was not given its evicting cache in training, as gradient checkpointing leaves "
             "it out: call model.eval(), or model.gradient_checkpointing_disable()"
             if module.training
-            else f"{type(module).__name__} {_CHANGED}"
+            else f"{type(module).__name__}: {_CHANGED}"
         )
     if ordinary == "eager":
         return _eager_of(module)(module, query, key, value, attention_mask, **kwargs)
@@ -170,7 +170,7 @@ def _how(
 ) -> Attention:
     """How the model turns logits into weights; raises for what an evicting cache does not do."""
     if _layer_of(value) is not layer:
-        raise UsageError(f"{type(module).__name__} {_CHANGED}")
+        raise UsageError(f"{type(module).__name__}: {_CHANGED}")
     if dropout:
         raise UsageError(f"an evicting cache works in evaluation mode only, got attention dropout {dropout}")
     if kwargs.get("output_attentions"):
