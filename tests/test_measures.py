@@ -77,14 +77,15 @@ def seen_of(query, key, evicted_at):
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float64", "meta"])
-def test_nothing_is_made_in_the_default_dtype_or_on_the_default_device(kind: str) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_is_made_in_the_default_dtype_or_on_the_default_device(kind: str, compiled: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, 2, 50, 8, generator=generator) for _ in range(2))
     log = torch.randint(20, 60, (1, 1, 50), generator=generator)
     found = []
     usual = torch.get_default_dtype()
     for changed in (False, True):
-        measures = AttentionMeasures(block=20, compiled=False)
+        measures = AttentionMeasures(block=20, compiled=compiled)
         try:
             if changed and kind == "meta":
                 torch.set_default_device("meta")
@@ -102,13 +103,14 @@ def test_nothing_is_made_in_the_default_dtype_or_on_the_default_device(kind: str
     assert found[0][4] == found[1][4]
 
 
-def test_mass_where_nearly_all_of_the_weight_is_on_the_query_itself() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_mass_where_nearly_all_of_the_weight_is_on_the_query_itself(compiled: bool) -> None:
     """One minus nearly one is mostly rounding: what lies on earlier positions is added up itself."""
     query = torch.ones(1, 1, 40, 1)
     key = torch.linspace(-1, 1, 40).view(1, 1, 40, 1).clone()
     key[:, :, -1] = 14.0
     log = torch.arange(40).view(1, 1, 40) * 3 + 10
-    measures = AttentionMeasures(compiled=False)
+    measures = AttentionMeasures(compiled=compiled)
     measures.see(seen_of(query, key, log))
     weights = key[0, 0, :39, 0].double().exp()
     expected = float((weights * (log[0, 0, :39] >= 39)).sum() / weights.sum())

@@ -289,12 +289,11 @@ class AttentionMeasures:
         if self._compiled and device.type == "cpu" and seen.visibility is None and not (evicted_at == PADDING).any():
             from tova.scan import shares
 
-            on_visible, own, hits = shares.measure(
+            on_visible, mass, hits = shares.measure(
                 logits.flatten(0, 1), evicted_at.flatten(0, 1), seen.first + begin, HEAVY_HITTERS
             )
             hits = hits.masked_fill(on_visible.isnan(), 0)
             possible = steps.clamp_max(HEAVY_HITTERS).expand(batch, -1) * sets
-            mass = (on_visible - own) / (1.0 - own).clamp_min(torch.finfo(torch.float32).tiny)
             mass = mass.masked_fill(steps == 0, float("nan")).view(batch, sets, -1)
             return mass.mean(1), on_visible.view_as(mass).mean(1), hits.view_as(mass).sum(1), possible
         # [B, G, R, n]: what the model itself would let the query see, self included.

@@ -70,7 +70,7 @@ class SideBySide(compat.Cache):
 
         caches = [tova.EvictingCache(policies.make("tova", budget=k)) for k in (64, 128, 256)]
         model(ids.expand(3, -1), cache=SideBySide(caches))
-        caches[1].evicted_at                        # as if run alone
+        caches[1].evicted_at                        # as if run alone, up to near-ties
 
     On a CPU rows are taken by threads, as many as torch has, each computing with one; on a GPU each row has a stream of
     its own, since a scan keeps one multiprocessor busy and leaves the others free.

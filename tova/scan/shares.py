@@ -24,19 +24,20 @@ def measure(logits: Tensor, evicted_at: Tensor, first: int, wanted: int) -> tupl
         wanted: heavy hitters per query.
 
     Returns:
-        float32 [R, C] twice: the weight on visible columns, the query's own among them, and its own weight; and int64
-        [R, C]: how many of the ``min(wanted, t)`` most-attended earlier columns were visible, ties to the lower one.
+        float32 [R, C] twice: the weight on visible columns, the query's own among them, and the share of the weight on
+        *earlier* columns that lay on visible ones; and int64 [R, C]: how many of the ``min(wanted, t)`` most-attended
+        earlier columns were visible, ties to the lower one.
     """
     rows, _, steps, _ = logits.shape
-    visible, own = torch.empty(rows, steps), torch.empty(rows, steps)
-    hits = torch.empty(rows, steps, dtype=torch.int64)
+    visible, mass = (torch.empty(rows, steps, dtype=torch.float32, device=logits.device) for _ in range(2))
+    hits = torch.empty(rows, steps, dtype=torch.int64, device=logits.device)
     gone = evicted_at.contiguous()
 
     def part(queries: slice) -> None:
         for r in range(rows):
             _measure(
                 logits[r].numpy(), gone[r].numpy(), first, queries.start, queries.stop, wanted,
-                visible[r].numpy(), own[r].numpy(), hits[r].numpy(),
+                visible[r].numpy(), mass[r].numpy(), hits[r].numpy(),
             )  # fmt: skip
 
     with team() as threads:
@@ -44,11 +45,11 @@ def measure(logits: Tensor, evicted_at: Tensor, first: int, wanted: int) -> tupl
             part(slice(0, steps))
         else:
             threads.share(part, [(piece,) for piece in threads.parts(steps)])
-    return visible, own, hits
+    return visible, mass, hits
 
 
 @_jit
-def _measure(logits, gone, first, begin, end, wanted, visible, own, hits):  # type: ignore[no-untyped-def]
+def _measure(logits, gone, first, begin, end, wanted, visible, mass, hits):  # type: ignore[no-untyped-def]
     """One kept set's queries ``begin`` to ``end``; arrays as in :func:`measure`, without rows."""
     heads, _, columns = logits.shape
     attn = np.empty(columns, np.float32)
@@ -71,11 +72,15 @@ def _measure(logits, gone, first, begin, end, wanted, visible, own, hits):  # ty
             share = _F(1.0) / (total * _F(heads))
             for j in range(t + 1):
                 attn[j] += row[j] * share
+        # Earlier columns are added up themselves: taking the own weight from 1 would leave little where it is nearly 1.
         seen = 0.0
-        for j in range(t + 1):
-            seen += np.float64(attn[j]) if gone[j] >= t else 0.0
-        visible[i] = _F(seen)
-        own[i] = attn[t]
+        earlier = 0.0
+        for j in range(t):
+            weight_of = np.float64(attn[j])
+            earlier += weight_of
+            seen += weight_of if gone[j] >= t else 0.0
+        visible[i] = _F(seen + np.float64(attn[t]))
+        mass[i] = _F(seen / earlier) if earlier != 0.0 else _F(0.0)
         count = 0
         least = _F(-1.0)
         at = 0
