@@ -361,6 +361,7 @@ def test_what_was_dropped_may_weigh_more_than_a_float_holds(monkeypatch) -> None
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4, msg=f"{engine}, {gap}")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.skipif(KERNELS, reason="this is the process it starts")
 def test_kernels_do_as_the_judge() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tova import UsageError, policies
 from tova.simulation import NEVER, Oracle, bound_topk, simulate
-from tova.trace import Xoshiro128, canonical_trace
+from tova.trace import Trace, Xoshiro128, canonical_trace
 
 # Per policy, at budgets 256, 512 and 1024: mean retained mass and heavy-hitter recall over all 4,095 steps.
 PUBLISHED = {
@@ -233,3 +233,32 @@ def test_a_policy_that_cheats_is_caught(trace) -> None:
         simulate(Cheat([9]), trace)
     with pytest.raises(UsageError, match="cheat: step 4: 5 positions remain, more than budget=4"):
         simulate(Cheat([]), trace)
+
+
+def test_a_trace_is_of_finite_weights_one_for_each_position() -> None:
+    """So that neither engine meets a NaN, nor reads another step's weights."""
+    rows = [np.full(t, 1 / t, np.float32) for t in range(1, 20)]
+    for number in (np.nan, np.inf):
+        wrong = [row.copy() for row in rows]
+        wrong[11][4] = number
+        with pytest.raises(
+            UsageError, match=rf"^mine: step 12 has weight {number} at position 4; a trace needs finite"
+        ):
+            Trace("mine", wrong)
+    with pytest.raises(UsageError, match=r"^mine: step 12 must have 12 weights, got an array of shape \(13,\)"):
+        Trace("mine", [*rows[:11], rows[12]])
+    for budget in (0, -1, 2**63, 2.0, True):
+        with pytest.raises(UsageError, match=r"^budget must be an integer of at least 1 and at most"):
+            bound_topk(Trace("mine", rows), budget)
+
+
+def test_a_step_that_is_not_finite_is_one_without_information() -> None:
+    for name in ("tova", "h2o", "scissorhands", "snapkv"):
+        kept = dict(budget=4) | ({} if name == "tova" else dict(recent_window=2))
+        one, other = policies.make(name, **kept).start(), policies.make(name, **kept).start()
+        for step in range(1, 5):
+            row = [1 / step] * step
+            one.on_decode_step(step, None if step == 3 else row)
+            other.on_decode_step(step, [*row[:-1], float("nan")] if step == 3 else row)
+        assert [one.record(p) for p in range(5)] == [other.record(p) for p in range(5)]
+        assert one.evict(4) == other.evict(4)

@@ -15,17 +15,14 @@ import torch
 from torch import Tensor
 
 from tova.errors import UsageError
-from tova.policies.base import Policy, new_records
+from tova.policies.base import Policy, named, new_records
+from tova.policies.contract import ContractError, Watched
 from tova.policies.slots import Slots, Tokens
 from tova.replay import Attention, LayerState, replay
 from tova.scan import reference
 
 _BEYOND = 40
 """Steps past the budget."""
-
-
-class ContractError(UsageError):
-    """A policy does not keep the contract; the message says what it did, where."""
 
 
 def check(policy: Policy) -> list[str]:
@@ -47,55 +44,45 @@ def check(policy: Policy) -> list[str]:
 
 
 def _wrong(policy: Policy, what: str) -> ContractError:
-    return ContractError(f"{policy.name or type(policy).__name__}: {what}")
+    return ContractError(f"{named(policy)}: {what}")
 
 
 def _pure(policy: Policy) -> str:
     """Shapes and names of what is returned; nothing changed in place."""
     if not policy.name:
         raise ContractError(f"{type(policy).__name__}: has no name; set the class attribute name")
-    rows, held, generator = 2, 9, torch.Generator().manual_seed(1)
+    rows, held = 2, 9
+    watched = Watched(policy)
     slots = Slots(
-        positions=torch.arange(held).repeat(rows, 1),
-        held=torch.ones(rows, held, dtype=torch.bool),
-        records=new_records(policy, rows, held, torch.float32),
-        observed=torch.full((rows, 1), 3),
-        newest=torch.full((rows, 1), held - 1),
-        features=_features(policy, rows, held),
+        positions=torch.arange(held, device="cpu").repeat(rows, 1),
+        held=torch.ones(rows, held, dtype=torch.bool, device="cpu"),
+        records=new_records(policy, rows, held, torch.float32, "cpu"),
+        observed=torch.full((rows, 1), held, device="cpu"),
+        newest=torch.full((rows, 1), held - 1, device="cpu"),
+        features=_features(watched, rows, held),
     )
-    attn = torch.rand(rows, held, generator=generator).softmax(-1)
-    before = {name: value.clone() for name, value in slots.records.items()} | {"attn": attn.clone()}
-    changed = policy.observe(slots, attn) if policy.reads_attention else {}
-    for name, value in changed.items():
-        if name not in slots.records:
-            raise _wrong(policy, f"observe returned {name!r}, which records() does not name")
-        if value.shape != slots.records[name].shape:
-            raise _wrong(
-                policy,
-                f"observe returned {name!r} of shape {[*value.shape]}, its record has {[*slots.records[name].shape]}",
-            )
-    for what, give, dtype in (("score", policy.score, None), ("protected", policy.protected, torch.bool)):
-        found = give(slots)
-        if found.shape != (rows, held) or (dtype is not None and found.dtype != dtype):
-            wanted = f"{'bool ' if dtype else ''}[rows, slots] = {[rows, held]}"
-            raise _wrong(policy, f"{what} must return {wanted}, got {found.dtype} {[*found.shape]}")
-    for name, value in (slots.records | {"attn": attn}).items():
-        if not torch.equal(value, before[name]) and not (value.isnan() & before[name].isnan()).any():
-            raise _wrong(policy, f"{name} was changed in place; return new values instead")
+    attn = _normal(1, rows, held).softmax(-1)
+    if policy.reads_attention:
+        watched.observe(slots, attn)
+        watched.admitted(attn[:, :1])
+    watched.score(slots)
+    watched.protected(slots)
     return "records, scores and protection have the right shapes, and nothing is changed in place"
 
 
-def _features(policy: Policy, rows: int, held: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    key, value = (torch.randn(rows, 1, held, 4, generator=generator) for _ in range(2))
-    positions = torch.arange(held).repeat(rows, 1)
-    found = policy.features(Tokens(key, value, positions, lambda x, at: x))
-    for name, feature in found.items():
-        if feature.shape != (rows, 1, held):
-            raise _wrong(
-                policy, f"feature {name!r} must be [rows, heads, tokens] = {[rows, 1, held]}, is {[*feature.shape]}"
-            )
+def _normal(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def _features(policy: Watched, rows: int, held: int) -> dict[str, Tensor]:
+    positions = torch.arange(held, device="cpu").repeat(rows, 1)
+    found = policy.features(Tokens(_normal(2, rows, 1, held, 4), _normal(3, rows, 1, held, 4), positions, _unturned))
     return {name: feature[:, 0] for name, feature in found.items()}
+
+
+def _unturned(keys: Tensor, positions: Tensor) -> Tensor:
+    return keys
 
 
 def _runs(policy: Policy) -> str | None:
@@ -104,9 +91,10 @@ def _runs(policy: Policy) -> str | None:
         return None
     first, again = policy.start(), policy.start()
     budget, held = policy.effective_budget, [0]
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator("cpu").manual_seed(3)
     for step in range(1, budget + _BEYOND):
-        attn = None if step % 17 == 0 else torch.rand(len(held), generator=generator).double()
+        given = torch.rand(len(held), generator=generator, dtype=torch.float32, device="cpu").double()
+        attn = None if step % 17 == 0 else given
         first.on_decode_step(step, attn)
         again.on_decode_step(step, attn)
         held.append(step)
@@ -129,11 +117,10 @@ def _runs(policy: Policy) -> str | None:
 
 
 def _random(seed: int, rows: int, tokens: int, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
     return (
-        torch.randn(rows, heads, tokens, 8, generator=generator) * 1.5,
-        torch.randn(rows, kv_heads, tokens, 8, generator=generator) * 1.5,
-        torch.randn(rows, kv_heads, tokens, 8, generator=generator),
+        _normal(seed, rows, heads, tokens, 8) * 1.5,
+        _normal(seed + 10, rows, kv_heads, tokens, 8) * 1.5,
+        _normal(seed + 20, rows, kv_heads, tokens, 8),
     )
 
 
@@ -194,7 +181,7 @@ def _rows_are_independent(policy: Policy) -> str | None:
         return None
     tokens, padding = policy.effective_budget + _BEYOND, 11
     q, k, v = _random(5, 2, tokens)
-    real = torch.arange(tokens) >= torch.tensor([[0], [padding]])
+    real = torch.arange(tokens, device="cpu") >= torch.tensor([[0], [padding]], device="cpu")
     both = _replayed(policy, (q, k, v), [tokens], 16, real)[1:, :, padding:]
     alone = _replayed(policy, (q[1:, :, padding:], k[1:, :, padding:], v[1:, :, padding:]), [tokens - padding], 16)
     both = torch.where(both < tokens, both - padding, both)

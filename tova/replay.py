@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from tova import band
 from tova.errors import UsageError
-from tova.policies import Full, Policy, Slots, Tokens
-from tova.policies.base import admit, choose, new_records, observe
+from tova.policies import Full, Policy, Slots, Tokens, contract
+from tova.policies.base import admit, ask, choose, new_records, observe
 from tova.products import Alone, Fused, Products, Shared, attend_where_not_finite, finite, only_seen
 from tova.scan import Chunk, Scan, compile, deciding, reference
 from tova.scan.reference import head_average, known_rows, softmax
@@ -400,7 +400,7 @@ class _Call:
         batch, heads, steps = key.shape[:3]
         tokens = Tokens(key, value, positions.view(batch, sets, steps)[:, 0], unrotate)
         out = {}
-        for name, feature in self.policy.features(tokens).items():
+        for name, feature in ask(self.policy, "features", positions, tokens).items():
             shared = feature.float().view(batch, sets, heads // sets, steps).mean(2)
             out[name] = shared.reshape(batch * sets, steps)
         return out
@@ -451,15 +451,21 @@ def _chunks(
 ) -> Tensor:
     batch, heads, steps, _ = query.shape
     device = query.device
-    policy, attention, visibility = call.policy, call.attention, call.visibility
+    attention, visibility = call.attention, call.visibility
     sets = state.sets
     rows = batch * sets
+    own = contract.is_own(call.policy)
+    unwatched = call
     out = query.new_empty(batch, heads, steps, value.shape[-1])
     _into_position_order(state)
     products = _products(query, value, state, call, scan, threads, rows)
     for begin in range(0, steps, chunk):
         end = min(begin + chunk, steps)
         size = end - begin
+        call = unwatched
+        if own and (state.seen == 0 or _begins_to_evict(state, call, size)):
+            call = replace(unwatched, policy=contract.watched(unwatched.policy))
+        policy = call.policy
         kept = state.slots.positions.shape[1]
         columns = state.seen + torch.arange(size, device=device)
         positions = columns - state.start
@@ -505,8 +511,16 @@ def _chunks(
         _compact(state, policy, call.held_after(state.most, size))
     products.finish()
     if call.one_shot:
-        _evict_once(state, policy)
+        _evict_once(state, contract.watched(unwatched.policy) if own else unwatched.policy)
     return out
+
+
+def _begins_to_evict(state: LayerState, call: _Call, steps: int) -> bool:
+    """Whether some row reaches its first eviction within ``steps`` tokens."""
+    if not state.ragged:
+        return state.seen < call.trigger <= state.seen + steps
+    before = state.slots.newest + 1
+    return bool(((before < call.trigger) & (before + steps >= call.trigger)).any())
 
 
 def _evict_once(state: LayerState, policy: Policy) -> None:
@@ -590,6 +604,8 @@ def _into_position_order(state: LayerState) -> None:
 def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: _Call, scan: Scan) -> Tensor:
     """One token: no stored key moves."""
     batch, heads, _, size = query.shape
+    if contract.is_own(call.policy) and (state.ordered or _begins_to_evict(state, call, 1)):
+        call = replace(call, policy=contract.watched(call.policy))
     policy, attention, visibility = call.policy, call.attention, call.visibility
     sets, step, trigger, remains = state.sets, state.seen, call.trigger, call.remains
     position = state.slots.newest + 1  # a tensor like all else that differs from step to step: see tova.graphs

@@ -7,14 +7,14 @@ measurement comes before the step's eviction: it is what the model would have ha
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tova.errors import UsageError
-from tova.policies.base import Policy
+from tova.policies.base import MOST, Policy, integer
+from tova.scan import compile
 from tova.trace import Trace
 
 NEVER = np.iinfo(np.int64).max
@@ -83,7 +83,7 @@ def simulate(policy: Policy | Any, trace: Trace, engine: str = "auto") -> Simula
     """
     if engine not in ENGINES:
         raise UsageError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-    budget = getattr(policy, "effective_budget", None) or policy.budget
+    budget = _checked(getattr(policy, "effective_budget", None) or policy.budget)
     if getattr(policy, "prompt_only", False):
         raise UsageError(
             f"{policy.name} selects once, at the end of a prompt: there is none on a trace of decode steps"
@@ -125,8 +125,15 @@ def simulate(policy: Policy | Any, trace: Trace, engine: str = "auto") -> Simula
     return Simulation(budget, mass, hits, possible, evicted_at, evict_calls)
 
 
+def _checked(budget: Any) -> int:
+    number = integer(budget)
+    if number is None or not 1 <= number <= MOST:
+        raise UsageError(f"budget must be an integer of at least 1 and at most {MOST}, got {budget!r}")
+    return number
+
+
 def _compiled(policy: Any) -> bool:
-    if importlib.util.find_spec("numba") is None:
+    if not compile.available():
         return False
     from tova.scan import stream
 
@@ -138,6 +145,7 @@ def bound_topk(trace: Trace, budget: int) -> float:
 
     It picks anew at every step from all tokens, so it is a bound and not a policy.
     """
+    budget = _checked(budget)
     return float(np.mean([np.sort(row)[-budget:].sum(dtype=np.float64) for row in trace.rows]))
 
 

@@ -28,6 +28,8 @@ from functools import cached_property
 
 import numpy as np
 
+from tova.errors import UsageError
+
 _U32 = 0xFFFFFFFF
 _SINK_MASSES = (0.06, 0.045, 0.03, 0.015)
 _SINKS, _LOCAL, _HEAVY, _NOISE = 0.15, 0.55, 0.25, 0.05
@@ -83,10 +85,23 @@ class Trace:
     """A stream of attention rows, one per decode step.
 
     ``rows[t - 1]`` is step ``t``: float32 weights ``[t]`` over positions ``0..t-1``. They need not sum to one.
+
+    Raises:
+        UsageError: a step has not as many weights as positions, or one that is not finite.
     """
 
     name: str
     rows: Sequence[np.ndarray]
+
+    def __post_init__(self) -> None:
+        for t, row in enumerate(self.rows, start=1):
+            if np.shape(row) != (t,):
+                raise UsageError(f"{self.name}: step {t} must have {t} weights, got an array of shape {np.shape(row)}")
+            if not np.isfinite(row).all():
+                worst = int(np.flatnonzero(~np.isfinite(row))[0])
+                raise UsageError(
+                    f"{self.name}: step {t} has weight {row[worst]} at position {worst}; a trace needs finite ones"
+                )
 
     def __len__(self) -> int:
         """Number of steps; the number of tokens is one more."""

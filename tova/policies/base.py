@@ -19,7 +19,7 @@ import dataclasses
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -34,6 +34,20 @@ if TYPE_CHECKING:
 
 
 _NOT_IN_LABEL = ("budget", "layer", "num_layers")
+MOST = 2**62
+"""The largest integer parameter: what is reckoned with it (a budget and an interval, say) still fits into 64 bits."""
+WIDEST = 2**20
+"""The most numbers that a record may remember per position (4 MiB in float32)."""
+
+
+def integer(value: Any) -> int | None:
+    """``value`` as a plain int if it is an integer of Python's, numpy's or torch's, else (true, 64.0) None."""
+    if isinstance(value, bool) or (isinstance(value, Tensor) and (value.dtype == torch.bool or value.ndim)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,8 @@ class Policy:
     """
 
     name: ClassVar[str] = ""
+    watcher: ClassVar[Watcher | None] = None
+    """Who is told of each step; see :mod:`tova.policies.contract`."""
     reads_attention: ClassVar[bool] = True
     """False for a policy that ignores attention: its ``observe`` is never called."""
     least_recent_window: ClassVar[int] = 0
@@ -122,19 +138,18 @@ class Policy:
                 f"budget={self.budget} positions"
             )
 
-    def require(self, parameter: str, *, at_least: int, below: int | None = None) -> None:
-        """Check that an integer parameter lies in ``[at_least, below)`` and store it as a plain int."""
+    def require(self, parameter: str, *, at_least: int, below: int | None = None, at_most: int = MOST) -> None:
+        """Check that an integer parameter is in ``[at_least, below)`` and at most ``at_most``; store it as an int."""
         value = getattr(self, parameter)
-        try:
-            number = operator.index(value)
-        except TypeError:
-            number = None
-        if number is None or isinstance(value, bool):
+        number = integer(value)
+        if number is None:
             raise UsageError(f"{self.name}: {parameter} must be an integer, got {value!r}")
         if number < at_least or (below is not None and number >= below):
             limit = f"at least {at_least}" if below is None else f"at least {at_least} and below {below}"
             hint = f" (budget={self.budget})" if below == self.budget and parameter != "budget" else ""
             raise UsageError(f"{self.name}: {parameter} must be {limit}{hint}, got {value!r}")
+        if number > at_most:
+            raise UsageError(f"{self.name}: {parameter} must be at most {at_most}, got {value!r}")
         object.__setattr__(self, parameter, number)
 
     # -- what a policy defines -------------------------------------------------------------------------------
@@ -223,7 +238,7 @@ class Policy:
         share = layers.share(
             self.name, self.layer_budgets, self.budget, self.layer, self.num_layers, self.recent_window
         )
-        return max(share, self.sinks + self.recent_window + 1)
+        return min(max(share, self.sinks + self.recent_window + 1), MOST)
 
     def keeps(self, asked: int) -> int:
         """How many positions remain after ``evict(asked)`` of a running policy: no more than this layer's share."""
@@ -262,11 +277,51 @@ class Policy:
         return " ".join([self.name, *changed])
 
 
+class Watcher(Protocol):
+    """Looks at the steps of a policy of one's own."""
+
+    def joined(self, slots: Slots) -> None:
+        """The newest token has joined."""
+        ...
+
+    def chosen(self, slots: Slots, candidates: Tensor, excess: Tensor | int) -> None:
+        """``excess`` (an int or int64 [R, 1]) of the ``candidates`` (bool [R, S]) are about to go."""
+        ...
+
+
+def named(policy: Policy) -> str:
+    """What a policy is called in a sentence."""
+    return policy.name or type(policy).__name__
+
+
+def ask(policy: Policy, function: str, step: Tensor | int | None, *arguments: Any) -> Any:
+    """``policy.function(*arguments)``; what goes wrong in a function of one's own names policy, function and step.
+
+    Raises:
+        UsageError: the function of a policy that is not built in raised something, which is its cause.
+    """
+    try:
+        return getattr(policy, function)(*arguments)
+    except (UsageError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as e:
+        from tova.policies.contract import is_own
+
+        if not is_own(policy):
+            raise
+        if isinstance(step, Tensor):  # the newest token's position, which has yet to join when it is observed
+            step = int(step.max()) + (function == "observe")
+        at = "" if step is None else f" at step {step}"
+        if isinstance(e, NotImplementedError) and not str(e):
+            raise UsageError(f"{named(policy)}: {function} is not implemented, and is needed{at}") from e
+        raise UsageError(f"{named(policy)}: {function} failed{at}: {type(e).__name__}: {e}") from e
+
+
 def new_records(policy: Policy, rows: int, slots: int, dtype: torch.dtype, device: Any = None) -> dict[str, Tensor]:
     """Records of ``rows`` x ``slots`` freshly admitted positions."""
     return {
         name: torch.full((rows, slots, *r.width), r.fill, dtype=r.dtype or dtype, device=device)
-        for name, r in policy.records().items()
+        for name, r in ask(policy, "records", None).items()
     }
 
 
@@ -281,7 +336,7 @@ def observe(
         return
     if known is not None:
         active = known if active is None else known & active
-    for name, value in policy.observe(slots, attn).items():
+    for name, value in ask(policy, "observe", slots.newest, slots, attn).items():
         old = slots.records[name]
         if active is not None:
             value = torch.where(active.view(-1, *[1] * (old.ndim - 1)), value, old)
@@ -310,7 +365,7 @@ def admit(
     slots.held = slots.held.scatter(-1, where, joins | slots.held.gather(-1, where))
     slots.positions = slots.positions.scatter(-1, where, position)
     slots.newest = torch.where(joins, position, slots.newest)
-    joined = {} if own is None else policy.admitted(own)
+    joined = {} if own is None else ask(policy, "admitted", position, own)
     for name, record in policy.records().items():
         old = slots.records[name]
         index = where.view(rows, 1, *[1] * len(record.width)).expand(rows, 1, *record.width)
@@ -321,6 +376,8 @@ def admit(
             slots.records[name] = old.scatter(1, index, fresh)
         else:
             slots.records[name] = old.scatter(1, index, record.fill)
+    if policy.watcher is not None:
+        policy.watcher.joined(slots)
 
 
 def choose(policy: Policy, slots: Slots, excess: Tensor | int, most: int | None = None) -> Tensor:
@@ -331,10 +388,12 @@ def choose(policy: Policy, slots: Slots, excess: Tensor | int, most: int | None 
     compare counts before. ``most`` is an upper bound on ``excess`` where the caller knows one: it saves reading the
     tensor.
     """
-    score = policy.score(slots)
+    score = ask(policy, "score", slots.newest, slots)
     if not score.is_floating_point():
         score = score.double()
-    candidates = slots.held & ~policy.protected(slots) & ~score.isnan()
+    candidates = slots.held & ~ask(policy, "protected", slots.newest, slots) & ~score.isnan()
+    if policy.watcher is not None:
+        policy.watcher.chosen(slots, candidates, excess)
     score = score.masked_fill(~candidates, float("inf"))
     if most is None:
         most = excess if isinstance(excess, int) else int(excess.max())
@@ -357,4 +416,4 @@ def choose(policy: Policy, slots: Slots, excess: Tensor | int, most: int | None 
 
 def as_row(attn: Sequence[float] | Tensor | Any, dtype: torch.dtype) -> Tensor:
     """[1, n] in ``dtype`` from a list, an array or a tensor of n weights."""
-    return torch.as_tensor(attn, dtype=dtype).reshape(1, -1)
+    return torch.as_tensor(attn, dtype=dtype, device="cpu").reshape(1, -1)

@@ -7,11 +7,11 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from tova.policies.base import Cost, Policy
+from tova.policies.base import MOST, Cost, Policy
 from tova.policies.layers import UNIFORM, LayerBudgets
 from tova.policies.slots import Slots
 
-UNBOUNDED = 2**62
+UNBOUNDED = MOST
 """The budget of a cache that never evicts."""
 
 

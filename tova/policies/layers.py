@@ -13,7 +13,8 @@ No share is below what is protected plus one, so that there is always a position
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 
 from tova.errors import UsageError
 
@@ -29,16 +30,20 @@ def check(name: str, budgets: LayerBudgets) -> LayerBudgets:
         UsageError: it is none of the forms above.
     """
     if not isinstance(budgets, str):
-        listed = tuple(budgets)
-        if not listed or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in listed):
+        listed = tuple(budgets) if isinstance(budgets, Iterable) else ()
+        # Checked here and not by Policy.require, which is of one number.
+        plain = tuple(int(b) for b in listed if isinstance(b, Integral) and not isinstance(b, bool) and 1 <= b <= 2**62)
+        if not listed or len(plain) < len(listed):
             raise UsageError(
-                f"{name}: layer_budgets must list an integer of at least 1 for each layer, got {budgets!r}"
+                f"{name}: layer_budgets must list an integer of at least 1 and at most {2**62} for each layer, got "
+                f"{budgets!r}"
             )
-        return listed
+        return plain
     if budgets == UNIFORM:
         return budgets
     kind, _, number = budgets.partition(":")
-    if kind not in _DEFAULTS or (number and not number.isdigit()) or number == "0":
+    known = number == "" or (number.isdecimal() and len(number) < 19 and int(number) > 0)
+    if kind not in _DEFAULTS or not known:
         raise UsageError(
             f"{name}: layer_budgets must be uniform, linear:R, slope:B (R and B integers of at least 1) or a list of "
             f"tokens per layer, got {budgets!r}"

@@ -25,7 +25,7 @@ class Random(Policy):
     layers draw independently.
 
     Args:
-        seed: any integer.
+        seed: an integer of 64 bits.
     """
 
     name: ClassVar[str] = "random"
@@ -35,7 +35,7 @@ class Random(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("seed", at_least=-(2**63))
+        self.require("seed", at_least=-(2**63), at_most=2**64 - 1)
 
     def score(self, slots: Slots) -> Tensor:
         key = _mix((self.seed * 0x9E3779B9 + self.layer) & _U32)

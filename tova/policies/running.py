@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 import torch
 
 from tova.errors import UsageError
-from tova.policies.base import Policy, admit, as_row, choose, new_records, observe
+from tova.policies import contract
+from tova.policies.base import Policy, admit, as_row, ask, choose, integer, new_records, observe
 from tova.policies.slots import Slots
 
 _DTYPE = torch.float64
@@ -29,12 +29,16 @@ class RunningPolicy:
             )
         self.policy = policy
         self._slots = Slots(
-            positions=torch.zeros(1, 1, dtype=torch.int64),
-            held=torch.ones(1, 1, dtype=torch.bool),
-            records=new_records(policy, 1, 1, _DTYPE),
-            observed=torch.zeros(1, 1, dtype=torch.int64),
-            newest=torch.zeros(1, 1, dtype=torch.int64),
+            positions=torch.zeros(1, 1, dtype=torch.int64, device="cpu"),
+            held=torch.ones(1, 1, dtype=torch.bool, device="cpu"),
+            records=new_records(policy, 1, 1, _DTYPE, "cpu"),
+            observed=torch.zeros(1, 1, dtype=torch.int64, device="cpu"),
+            newest=torch.zeros(1, 1, dtype=torch.int64, device="cpu"),
         )
+        # What is asked: the policy, watched through its first steps and its first eviction if it is one's own.
+        self._asked = contract.watched(policy, first=1) if contract.is_own(policy) else policy
+        self._steps = 0
+        self._evicted = False
 
     def on_decode_step(self, pos: int, attn: Any | None) -> None:
         """Token ``pos`` was just generated: update the records, then let it join.
@@ -55,7 +59,7 @@ class RunningPolicy:
             if row.shape[-1] != self.kept:
                 raise UsageError(f"attn must have one weight per held position ({self.kept}), got {row.shape[-1]}")
             if bool(row.isfinite().all()):
-                observe(self.policy, slots, row)
+                observe(self._asked, slots, row)
         n = slots.positions.shape[-1]
         self._slots = Slots(
             positions=torch.nn.functional.pad(slots.positions, (0, 1)),
@@ -63,13 +67,15 @@ class RunningPolicy:
             records={
                 name: torch.cat([old, fresh], 1)
                 for (name, old), fresh in zip(
-                    slots.records.items(), new_records(self.policy, 1, 1, _DTYPE).values(), strict=True
+                    slots.records.items(), new_records(self.policy, 1, 1, _DTYPE, "cpu").values(), strict=True
                 )
             },
             observed=slots.observed,
             newest=slots.newest,
         )
-        admit(self.policy, self._slots, n, torch.tensor([[pos]]))
+        admit(self._asked, self._slots, n, torch.tensor([[pos]], device="cpu"))
+        self._steps += 1
+        self._unwatched()
 
     def evict(self, budget: int) -> list[int]:
         """Drop down to ``budget`` positions (or this layer's share, if lower) and return them, ascending.
@@ -77,22 +83,21 @@ class RunningPolicy:
         Raises:
             UsageError: ``budget`` is no positive integer, or the protected positions alone exceed it.
         """
-        try:
-            asked = operator.index(budget)
-        except TypeError:
-            asked = 0
-        if asked < 1 or isinstance(budget, bool):
+        asked = integer(budget)
+        if asked is None or asked < 1:
             raise UsageError(f"evict: budget must be an integer of at least 1, got {budget!r}")
         target = self.policy.keeps(asked)
         excess = self.kept - target
         if excess <= 0:
             return []
-        protected = int((self._slots.held & self.policy.protected(self._slots)).sum())
+        protected = int((self._slots.held & ask(self._asked, "protected", self._slots.newest, self._slots)).sum())
         if protected > target:
             raise UsageError(
                 f"{self.policy.name}: {protected} positions are protected, more than the {target} that may remain"
             )
-        dropped = choose(self.policy, self._slots, excess)
+        dropped = choose(self._asked, self._slots, excess)
+        self._evicted = True
+        self._unwatched()
         victims = self._slots.positions[dropped].tolist()
         keep = ~dropped[0]
         slots = self._slots
@@ -104,6 +109,11 @@ class RunningPolicy:
             newest=slots.newest,
         )
         return victims
+
+    def _unwatched(self) -> None:
+        """From here on the policy is on its own."""
+        if self._evicted and self._steps >= contract.STEPS:
+            self._asked = self.policy
 
     @property
     def kept(self) -> int:

@@ -8,6 +8,7 @@ worst instead of the best. It is another policy under the same idea; ``scissorha
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tova.errors import UsageError
-from tova.policies.base import Cost, Policy, Record
+from tova.policies.base import WIDEST, Cost, Policy, Record
 from tova.policies.slots import Slots
 
 
@@ -75,8 +76,8 @@ class ScissorhandsPaper(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("history", at_least=1)
-        if not 0 < self.drop_share < 1:
+        self.require("history", at_least=1, at_most=WIDEST)
+        if not isinstance(self.drop_share, numbers.Real) or not 0 < self.drop_share < 1:
             raise UsageError(f"{self.name}: drop_share must be above 0 and below 1, got {self.drop_share!r}")
 
     def records(self) -> dict[str, Record]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tova.errors import UsageError
-from tova.policies.base import Cost, Policy, Record
+from tova.policies.base import WIDEST, Cost, Policy, Record
 from tova.policies.slots import Slots
 
 
@@ -40,8 +40,8 @@ class SnapKV(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("obs_window", at_least=1)
-        self.require("pool_kernel", at_least=1)
+        self.require("obs_window", at_least=1, at_most=WIDEST)
+        self.require("pool_kernel", at_least=1, at_most=WIDEST)
         if self.pool_kernel % 2 == 0:
             raise UsageError(f"{self.name}: pool_kernel must be odd, got {self.pool_kernel}")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tova.errors import UsageError
-from tova.policies.base import Cost, Policy, Record
+from tova.policies.base import WIDEST, Cost, Policy, Record
 from tova.policies.layers import LayerBudgets
 from tova.policies.slots import Slots
 
@@ -48,7 +48,8 @@ class SnapKVPrefill(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("pool_kernel", at_least=1)
+        self.require("recent_window", at_least=1, below=self.budget, at_most=WIDEST)
+        self.require("pool_kernel", at_least=1, at_most=WIDEST)
         if self.pool_kernel % 2 == 0:
             raise UsageError(f"{self.name}: pool_kernel must be odd, got {self.pool_kernel}")
         if self.pooling not in POOLINGS:
@@ -109,4 +110,4 @@ class PyramidKVPrefill(SnapKVPrefill):
         if most >= seen - window:
             most = seen - window
             least = 2 * beyond - most
-        return window + most - self.layer * ((most - least) // (self.num_layers - 1))
+        return max(window + most - self.layer * ((most - least) // (self.num_layers - 1)), self.sinks + window)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from tova.policies.base import Policy, admit, choose, observe
+from tova.policies.contract import is_watched
 from tova.policies.slots import Slots
 from tova.scan import Chunk, has_triton, visible
 from tova.scan.reference import head_average, known_rows, weights_under
@@ -90,6 +91,8 @@ def decide(policy: Policy, chunk: Chunk, limit: int = LIMIT) -> Tensor:
     """``last`` alone, int64 [R, N]. See :func:`scan`."""
     if chunk.allowed is None and has_closed_form(policy):
         return closed_form(policy, chunk)
+    if is_watched(policy):  # under a guess it would be shown what no cache shows it
+        limit = 0
     if has_triton(chunk.logits.device):
         from tova.scan import gpu
 
