@@ -1,0 +1,225 @@
+"""torch's default dtype and device change nothing: whatever is made here says of what kind it is, and where."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from models import tiny, tokens
+
+import tova
+from tova import policies
+from tova.check import check
+from tova.compat import cache_argument
+from tova.replay import Attention, LayerState, replay
+from tova.scan import cpu, fixed_point, reference, step
+from tova.simulation import simulate
+from tova.trace import canonical_trace
+
+DEFAULTS = ("bfloat16", "float64", "meta")
+SCANS = {"reference": reference.scan, "cpu": cpu.scan, "fixed_point": fixed_point.scan}
+BUDGET = 9
+
+
+@contextlib.contextmanager
+def default(what: str):
+    """torch's defaults as ``what`` says inside: a dtype, or a device on which nothing can be computed."""
+    usual = torch.get_default_dtype()
+    try:
+        if what == "meta":
+            torch.set_default_device("meta")
+        else:
+            torch.set_default_dtype(getattr(torch, what))
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(usual)
+
+
+def same(a, b) -> bool:
+    """Whether two results are the same to the bit, in the same dtypes."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.device == b.device and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def make(name: str) -> policies.Policy:
+    small = {"h2o": 3, "scissorhands": 3, "scissorhands_paper": 3, "snapkv": 3, "snapkv_prefill": 3, "pyramidkv": 2,
+             "pyramidkv_prefill": 2}  # fmt: skip
+    recent = {"recent_window": small[name]} if name in small else {}
+    return policies.make(name, **({} if name == "full" else dict(budget=BUDGET)), **recent)
+
+
+class Window:
+    def block(self, queries: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return columns.unsqueeze(2) > queries.view(1, 1, -1, 1) - 6
+
+
+def numbers(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(2, heads, 40, 8, generator=generator, dtype=torch.float32) for heads in (4, 2, 2)]
+    real = torch.arange(40) >= torch.tensor([[0], [5]])
+    return [*(x.to(dtype) for x in made), real, torch.randn(4, generator=generator, dtype=torch.float32)]
+
+
+def replayed(name: str, scan, made: list[torch.Tensor], **how) -> tuple:
+    """Outputs, what is held, and the log: in pieces, then token by token."""
+    policy = make(name)
+    query, key, value, real, sinks = made
+    state = LayerState.empty(policy, key, value, 2 if policy.per_head else 1, log=True)
+    attention = Attention(8**-0.5, how.pop("softcap", None), sinks if how.pop("sinks", False) else None)
+    padded = how.pop("padded", False)
+    out = []
+    for begin, end in ((0, 14), (14, 27), *((t, t + 1) for t in range(27, 40))):
+        out.append(
+            replay(
+                query[:, :, begin:end], key[:, :, begin:end], value[:, :, begin:end], state, policy, attention,
+                scan=scan, chunk=8, real=real[:, begin:end] if padded and begin == 0 else None,
+                **how | (dict(one_shot=True) if begin == 0 and "prefill" in name else {}),
+            )
+        )  # fmt: skip
+    return torch.cat(out, 2), LayerState.unpack(state.pack()).pack()
+
+
+@pytest.mark.parametrize("scan", SCANS)
+@pytest.mark.parametrize("name", [name for name, made in policies.POLICIES.items() if not made.reindexes])
+def test_replay(name: str, scan: str) -> None:
+    if (scan == "cpu" and not cpu.supports(make(name))) or (scan == "fixed_point" and name == "h2o_masked"):
+        pytest.skip("another scan's")
+    for how in ({}, dict(padded=True, sinks=True), dict(visibility=Window(), every=3, softcap=5.0)):
+        made = numbers()
+        expected = replayed(name, SCANS[scan], made, **how)
+        for what in DEFAULTS:
+            with default(what):
+                found = replayed(name, SCANS[scan], made, **how)
+            assert same(found, expected), (what, how)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_replay_of_other_dtypes(dtype: torch.dtype) -> None:
+    made = numbers(dtype)
+    for name in ("tova", "h2o_head", "scissorhands", "full", "window"):
+        expected = replayed(name, reference.scan, made)
+        for what in DEFAULTS:
+            with default(what):
+                assert same(replayed(name, reference.scan, made), expected), what
+
+
+def test_replay_with_threads_and_what_is_not_finite(monkeypatch) -> None:
+    made = numbers()
+    made[2][0, 0, 17] = float("nan")
+    usual = torch.get_num_threads()
+    torch.set_num_threads(2)
+    monkeypatch.setattr(step, "_MANY", 0)
+    monkeypatch.setattr(step, "_THREADS", 1)
+    try:
+        for name in ("tova", "window", "full"):
+            expected = replayed(name, cpu.scan, made)
+            for what in DEFAULTS:
+                with default(what):
+                    assert same(replayed(name, cpu.scan, made), expected), what
+    finally:
+        torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize("name", [n for n, made in policies.POLICIES.items() if not made.prompt_only and n != "full"])
+def test_simulation_and_check(name: str) -> None:
+    policy = make(name)
+    trace = canonical_trace(tokens=60)
+    engines = [] if policy.wants_features else ["running", "auto"]
+    expected = [vars(simulate(policy, trace, engine)) for engine in engines]
+    for what in DEFAULTS:
+        with default(what):
+            found = [vars(simulate(policy, trace, engine)) for engine in engines]
+            assert check(policy)
+        for a, b in zip(found, expected, strict=True):
+            assert all(
+                (x == y).all() if hasattr(x, "all") else x == y for x, y in zip(a.values(), b.values(), strict=True)
+            )
+
+
+@pytest.mark.parametrize("what", DEFAULTS)
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+def test_a_model_with_a_cache(kind: str, what: str) -> None:
+    """A padded prompt, tokens one by one, and the measures along the way."""
+    model, ids = tiny(kind), tokens(length=40)
+
+    @torch.inference_mode()
+    def run() -> list:
+        out = []
+        for name in ("tova", "h2o", "streaming_llm", "full"):
+            cache = tova.EvictingCache(make(name), chunk=16)
+            mask = (torch.arange(30, device="cpu") >= torch.tensor([[0], [4]], device="cpu")).long()
+            given = {cache_argument(model): cache, "use_cache": True}
+            places = (mask.cumsum(-1) - 1).clamp_min(0)
+            out.append(model(ids[:, :30], attention_mask=mask, position_ids=places, **given).logits)
+            for t in range(30, 36):
+                mask = torch.cat([mask, mask[:, -1:]], 1)
+                places = (mask.cumsum(-1) - 1)[:, -1:]
+                out.append(model(ids[:, t : t + 1], attention_mask=mask, position_ids=places, **given).logits)
+            out.append(cache.evicted_at)
+        return out
+
+    expected = run()
+    with default(what):
+        found = run()
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("what", ["bfloat16", "float64"])
+def test_generate(what: str) -> None:
+    """transformers itself makes tensors of the default device there."""
+    model, ids = tiny("llama"), tokens(length=20)
+
+    def run() -> torch.Tensor:
+        cache = tova.EvictingCache(make("tova"))
+        return model.generate(
+            ids,
+            **{cache_argument(model): cache},
+            max_new_tokens=12,
+            do_sample=False,
+            attention_mask=torch.ones_like(ids),
+        )
+
+    expected = run()
+    with default(what):
+        assert torch.equal(run(), expected)
+
+
+@pytest.mark.parametrize("what", DEFAULTS)
+def test_measures(what: str) -> None:
+    from tova import measures
+
+    model, ids = tiny("llama"), tokens(length=60)
+
+    def run() -> list:
+        found = []
+        for compiled in (True, False):
+            attention = measures.AttentionMeasures(compiled=compiled)
+            cache = tova.EvictingCache(make("tova"), observers=[attention])
+            found.append(measures.token_nll(model, ids, cache))
+            found.append(measures.perplexity(found[-1]))
+            report = attention.report
+            found += [report.mass, report.mass_with_self, report.hits, report.over(BUDGET).retained_mass]
+            found += measures.lifetimes(cache.evicted_at)
+        return found
+
+    expected = run()
+    with default(what):
+        found = run()
+    assert same(found, expected)
+
+
+def test_the_defaults_were_others() -> None:
+    """That the contexts above do what they say."""
+    with default("meta"):
+        assert torch.zeros(1).device.type == "meta"
+    with default("bfloat16"):
+        assert torch.zeros(1).dtype == torch.bfloat16
+    assert torch.zeros(1).dtype == torch.float32
+    assert torch.zeros(1).device.type == "cpu"
