@@ -196,7 +196,7 @@ def test_a_read_only_installation_and_no_home(worked, expected) -> None:
 
 def test_a_full_disk(expected) -> None:
     with tempfile.TemporaryDirectory() as place:
-        if not _mount("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place):
+        if not _mount("mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", place):
             pytest.skip("cannot mount here")
         try:
             for _ in range(2):

@@ -791,7 +791,7 @@ def _full(query: Tensor, key: Tensor, value: Tensor, state: LayerState, attentio
     )
     if steps == 1 and query.device.type != "cpu":  # it sees everything, and may be part of a graph
         return out
-    if bool(query.isfinite().all()) and ((steps == 1 and kept) or finite(state.keys, state.values)):
+    if finite(query) and ((steps == 1 and kept) or finite(state.keys, state.values)):
         return out
     columns = torch.arange(kept + steps, device=key.device)
     for begin in range(0, steps, 256):
