@@ -235,16 +235,17 @@ def _refuse_others(model: PreTrainedModel) -> None:
         raise UsageError(f"{name} is an encoder-decoder; evicting caches are for decoder-only models")
     text = config.get_text_config(decoder=True)
     kinds = sorted(set(getattr(text, "layer_types", None) or []) - _ATTENTION_LAYERS)
-    what = f" ({', '.join(kinds)})" if kinds else ""
-    if getattr(model, "_is_stateful", False) or any(state in kind for kind in kinds for state in _STATE_LAYERS):
+    states = [kind for kind in kinds if any(state in kind for state in _STATE_LAYERS)]
+    if states or (not kinds and getattr(model, "_is_stateful", False)):
+        what = f" ({', '.join(states)})" if states else ""
         raise UsageError(
             f"{name} has recurrent or state-space layers{what}: they keep a state that has no positions to drop; "
             "evicting caches are for models of attention layers only"
         )
     if kinds:
         raise UsageError(
-            f"{name} has layers of a kind that an evicting cache does not know{what}; it knows those that attend to "
-            "all earlier tokens, or to a window or chunk of them"
+            f"{name} has layers of a kind that an evicting cache does not know ({', '.join(kinds)}); it knows those "
+            "that attend to all earlier tokens, or to a window or chunk of them"
         )
     if getattr(text, "num_kv_shared_layers", 0):
         raise UsageError(
