@@ -604,7 +604,8 @@ def _into_position_order(state: LayerState) -> None:
 def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: _Call, scan: Scan) -> Tensor:
     """One token: no stored key moves."""
     batch, heads, _, size = query.shape
-    if contract.is_own(call.policy) and (state.ordered or _begins_to_evict(state, call, 1)):
+    watch = contract.is_own(call.policy) and (state.ordered or _begins_to_evict(state, call, 1))
+    if watch and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
         call = replace(call, policy=contract.watched(call.policy))
     policy, attention, visibility = call.policy, call.attention, call.visibility
     sets, step, trigger, remains = state.sets, state.seen, call.trigger, call.remains
@@ -644,7 +645,7 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: 
     out = _mix_one(weights.view(batch, heads, 1, -1), state.values[:, :, :used], seen, attention)
     own = known = None
     if policy.reads_attention:
-        row, known = known_rows(head_average(policy, weights, query.dtype))
+        row, known = known_rows(head_average(policy, weights, query.dtype), ask=False)
         own = row.gather(-1, slot)
         row = row.scatter(-1, slot, 0.0)
         observe(policy, slots, torch.nn.functional.pad(row, (0, slots.held.shape[1] - used)), known=known)

@@ -81,10 +81,13 @@ def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     return logits.softmax(-1)
 
 
-def known_rows(weights: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Head-averaged weights [R, N], zero in rows that are not finite, and bool [R, 1]: which are; None if all."""
+def known_rows(weights: Tensor, *, ask: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Head-averaged weights [R, N], zero in rows that are not finite, and bool [R, 1]: which are; None if all.
+
+    ``ask`` whether all are where that does not mean waiting; a step that may be part of a graph must not.
+    """
     known = weights.isfinite().all(-1, keepdim=True)
-    if weights.device.type == "cpu" and bool(known.all()):  # elsewhere asking would mean waiting
+    if ask and weights.device.type == "cpu" and bool(known.all()):
         return weights, None
     return weights.masked_fill(~known, 0.0), known
 
