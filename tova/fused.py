@@ -144,9 +144,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         mixed = mixed * less[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
         top = higher
-    # A query sees at least itself, unless it is padding: what has no weight at all then is not finite.
+    # What sees nothing gets 0; what sees itself and yet has no weight at all sees only minus infinity, and gets NaN.
     itself = tl.load(last_in + kept + i, mask=i < steps, other=-1) >= i
-    mixed = mixed / tl.where(itself, total, 1.0)[:, None]
+    mixed = mixed / tl.where(itself | (total != 0), total, 1.0)[:, None]
     tl.store(
         out + i[:, None] * o_step + e[None, :] * o_size, mixed.to(out.dtype.element_ty),
         mask=(i < steps)[:, None] & (e < width)[None, :],
@@ -224,5 +224,5 @@ def _careful_kernel(  # type: ignore[no-untyped-def]
                 mixed = mixed * less + tl.sum(v.to(tl.float32) * weight[:, None], 0)
                 top = higher
             itself = tl.load(last_in + kept + i) >= i
-            mixed = mixed / tl.where(itself, total, 1.0)
+            mixed = mixed / tl.where(itself | (total != 0), total, 1.0)
             tl.store(out + i * o_step + e * o_size, mixed.to(out.dtype.element_ty), mask=e < width)
