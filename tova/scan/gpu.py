@@ -338,7 +338,8 @@ def _sum_over_heads(  # type: ignore[no-untyped-def]
         top = tl.maximum(top, sink)
     top = tl.maximum(top, _LOWEST)
     if OTHERS:
-        weight = tl.exp(tl.minimum(x - top[:, None], _HIGHEST))
+        above = x - top[:, None]
+        weight = tl.exp(tl.where(above > _HIGHEST, _HIGHEST, above))  # a minimum may be of NaN what is not
         total = tl.sum(tl.where(seen[None, :], weight, 0.0), 1)
     else:
         weight = tl.exp(x - top[:, None])
@@ -425,10 +426,10 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
         is_real = True
         if HAS_REAL:
             is_real = tl.load(real + row * steps + i) != 0
-        newcomer = (n == m) & is_real
+        newcomer = n == tl.where(is_real, m, BLOCK)
         if HAS_ALLOWED:  # the layer's own sliding window moves on
             may = tl.load(allowed + (row * steps + i) * candidates + n, mask=inside, other=0) != 0
-            gone = alive & (may == 0) & is_real
+            gone = alive & (may == 0) & (n < tl.where(is_real, BLOCK, 0))
             last = tl.where(gone, i - 1, last)
             alive = alive & (gone == 0)
             count = tl.sum(alive.to(tl.int32), 0)
@@ -439,7 +440,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
                 after_next = _given(source, row, i + 2, kept, steps, candidates, BLOCK)
             elif AHEAD:
                 tile = next_tile
-                following = inside & (n <= m + 1) & (i + 1 < steps)
+                following = inside & (n <= m + 1) & (n * 0 + i + 1 < steps)
                 next_tile = _tile(source, row, i + 1, 0, following, heads, steps, candidates, BLOCK_H, BLOCK)
                 attn = _sum_over_heads(
                     tile, sinks, row, 0, alive | newcomer, inside & (n <= m), heads, scaling, softcap,
@@ -454,12 +455,12 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
             unknown = (newcomer & (attn != attn)).to(tl.int32)
             blind += unknown
             if MODE == RING:
-                counts = tl.max(unknown, 0) == 0
+                lost = tl.max(unknown, 0)
                 if HAS_REAL:
-                    counts = counts & is_real
+                    lost = tl.where(is_real, lost, 1)
                 turn = observed % WIDTH
-                tl.store(ring + turn * candidates + n, tl.where(alive, attn, 0.0), mask=inside & counts)
-                observed += tl.where(counts, 1, 0)
+                tl.store(ring + turn * candidates + n, tl.where(alive, attn, 0.0), mask=inside & (n * 0 + lost == 0))
+                observed += 1 - lost
             else:
                 number = tl.where(is_real, _observed(number, attn, alive, newcomer, count, MODE, OWN, BLOCK), number)
         alive = alive | newcomer
