@@ -66,10 +66,9 @@ class Runner:
 
     def _beside(self, cell: Cell) -> list[Cell]:
         """Cells of the sweep that are still to do and can be rows of one batch with ``cell``."""
-        at_once = getattr(cell.task, "cells_at_once", None)
-        if at_once is None or cell.budget is None:
+        if cell.budget is None:
             return []
-        most = at_once(cell) - 1
+        most = cell.task.at_once(cell) - 1
         found: list[Cell] = []
         for other in self.cells:
             alike = other.budget is not None and other.id != cell.id and _shared(other) == _shared(cell)
@@ -90,7 +89,7 @@ class Runner:
             folder.begin(cell)
             contexts.append(self._context(cell, folder, reference))
         try:
-            for which, measured, arrays in cells[0].task.run_together(contexts):  # type: ignore[attr-defined]
+            for which, measured, arrays in cells[0].task.run(contexts):
                 folders[which].append({**measured, **provenance(cells[which])}, arrays)
                 self._say_if_not_finite(cells[which], measured)
         except Exception as e:
@@ -133,7 +132,7 @@ class Runner:
             for row in folder.rows():
                 tracker.document(row)
             context = self._context(cell, folder, reference)
-            for measured, arrays in cell.task.run(context):
+            for _, measured, arrays in cell.task.run([context]):
                 row = {**measured, **provenance(cell)}
                 folder.append(row, arrays)
                 self._say_if_not_finite(cell, row)

@@ -43,7 +43,7 @@ def use(progress: Progress, cells: Iterable[Cell]) -> Iterator[None]:
 
 def run_cell(config: DictConfig) -> dict[str, Any]:
     """Run the cell of a composed configuration; in a sweep it reports to the sweep's progress."""
-    from experiments.cells import plan
+    from experiments.planning import plan
     from experiments.runner import Runner
     from experiments.tracking import check_mode
 

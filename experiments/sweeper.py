@@ -19,7 +19,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from experiments import session
-from experiments.cells import Cell, plan
+from experiments.cells import Cell
+from experiments.planning import plan
 from experiments.progress import Progress
 from experiments.store import CellFolder, Sweep
 from experiments.tracking import check_mode

@@ -9,7 +9,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from experiments import sweeper
-from experiments.cells import Budget, plan
+from experiments.lengths import budget_of
+from experiments.planning import plan
 from tova import UsageError
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -89,4 +90,4 @@ def test_what_determines_the_result_decides_the_address() -> None:
     [(256, 2048, 256), (0.125, 2048, 256), (0.1, 2050, 205), (0.3, 10, 3), (0.999, 1000, 999), (1, 5, 1)],
 )
 def test_budgets_in_tokens(value: float, length: int, tokens: int) -> None:
-    assert Budget.parse(value).tokens(length) == tokens
+    assert budget_of(value).tokens(length) == tokens

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 import experiments
 from experiments import run as entry
 from experiments import sweeper
-from experiments.cells import plan
+from experiments.planning import plan
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -306,7 +306,7 @@ MISTAKES = {
     "prefill": (["prefill=chunked"], "prefill=chunked: must be one of every_step, one_shot"),
     "one-shot without prompt": (["prefill=one_shot"], "prefill=one_shot: say how much of each document is its prompt"),
     "prompt 1.0": (["prompt=1.0"], "prompt=1.0: must be null, an integer of at least 2 tokens"),
-    "prompt too long": (["prompt=120"], "prompt=120: is 120 tokens of a document of 120; it takes at least 2, and at"),
+    "prompt too long": (["prompt=120"], "prompt=120: is 120 tokens of a document of 120; at least one token must follow it"),
     "prompt only": (["policy=snapkv_prefill", "budget=48"], "snapkv_prefill: selects once, at the end of a prompt"),
     "layer budgets": (["policy.layer_budgets=pyramid"], "tova: layer_budgets must be uniform, linear:R, slope:B"),
     "per head": (["policy.per_head=3"], "tova: per_head must be true or false, got 3"),
@@ -329,7 +329,7 @@ def test_one_mistake_one_sentence(place, monkeypatch, capsys, mistake: str) -> N
 
 
 def test_more_devices_than_there_are(monkeypatch) -> None:
-    from experiments.cells import _device
+    from experiments.planning import _device
     from tova import UsageError
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

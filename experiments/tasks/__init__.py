@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -64,8 +64,15 @@ class Task(Protocol):
         """Everything about the task that determines a result."""
         ...
 
-    def run(self, context: Context) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
-        """Yield a row and per-token arrays per document, as each finishes, leaving out those done."""
+    def at_once(self, cell: Cell) -> int:
+        """How many cells that share model and text it would take at once, ``cell`` among them; at least 1."""
+        ...
+
+    def run(self, batch: Sequence[Context]) -> Iterator[tuple[int, Row, dict[str, np.ndarray]]]:
+        """Yield which cell of the batch, its row and its per-token arrays, as each document finishes.
+
+        Documents a cell has done are left out. A lone cell is a batch of one.
+        """
         ...
 
     def summarise(self, rows: list[Row]) -> Row:

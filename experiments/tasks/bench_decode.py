@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from transformers import PreTrainedModel
 
+    from experiments.cells import Cell
+
 PLAIN, FULL, KVPRESS = "plain", "full", "kvpress tova"
 _WARM_UP = 3
 
@@ -85,7 +87,11 @@ class BenchDecode:
     def identity(self) -> dict[str, Any]:
         return {"name": self.name, "started": self.started}
 
-    def run(self, context: Context) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
+    def at_once(self, cell: Cell) -> int:
+        return 1
+
+    def run(self, batch: Sequence[Context]) -> Iterator[tuple[int, Row, dict[str, np.ndarray]]]:
+        (context,) = batch
         import torch
 
         if self.threads is not None:
@@ -132,7 +138,7 @@ class BenchDecode:
             "started": self.started,
         }
         save(context, table(row), figure(row))
-        yield row, arrays
+        yield 0, row, arrays
 
     def _side_by_side(self, model: PreTrainedModel, ids: torch.Tensor, budget: int) -> dict[str, list[float]]:
         """Seconds of each step by cache; all hold ``budget`` entries between steps."""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from experiments.cells import Cell
     from tova.policies import Policy
 
 SECONDS = {"card": 20, "decisions": 70, "launch": 60, "layer": 120, "long": 50, "rows": 50, "decode": 210}
@@ -117,7 +118,11 @@ class BenchGpu:
     def identity(self) -> dict[str, Any]:
         return {"name": self.name, "started": self.started}
 
-    def run(self, context: Context) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
+    def at_once(self, cell: Cell) -> int:
+        return 1
+
+    def run(self, batch: Sequence[Context]) -> Iterator[tuple[int, Row, dict[str, np.ndarray]]]:
+        (context,) = batch
         import numpy as np
 
         if self.name in context.done:
@@ -129,6 +134,7 @@ class BenchGpu:
         seconds = time.perf_counter() - began
         ratios = [row["ratio"] for row in result["rows"] if "ratio" in row]
         yield (
+            0,
             {"index": 0, "document": self.name, "seconds": seconds, "result": result, "started": self.started},
             {"ratio": np.array(ratios)},
         )

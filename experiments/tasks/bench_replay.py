@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from transformers import PreTrainedModel
 
+    from experiments.cells import Cell
     from tova.policies import Policy
 
 FULL, MEASURES = "full attention", "measures"
@@ -81,7 +82,11 @@ class BenchReplay:
     def identity(self) -> dict[str, Any]:
         return {"name": self.name, "started": self.started}
 
-    def run(self, context: Context) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
+    def at_once(self, cell: Cell) -> int:
+        return 1
+
+    def run(self, batch: Sequence[Context]) -> Iterator[tuple[int, Row, dict[str, np.ndarray]]]:
+        (context,) = batch
         import torch
 
         from tova import policies
@@ -138,7 +143,7 @@ class BenchReplay:
             "started": self.started,
         }
         save(context, table(row), figure(row))
-        yield row, arrays
+        yield 0, row, arrays
 
     def _in_turn(
         self,

@@ -16,6 +16,7 @@ from experiments.tasks.timing import processor, require, require_policies, requi
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from experiments.cells import Cell
     from tova.policies import Policy
     from tova.trace import Trace
 
@@ -65,7 +66,11 @@ class BenchSimulation:
     def identity(self) -> dict[str, Any]:
         return {"name": self.name, "started": self.started}
 
-    def run(self, context: Context) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
+    def at_once(self, cell: Cell) -> int:
+        return 1
+
+    def run(self, batch: Sequence[Context]) -> Iterator[tuple[int, Row, dict[str, np.ndarray]]]:
+        (context,) = batch
         from tova import policies as known
         from tova.simulation import simulate
         from tova.trace import canonical_trace
@@ -109,7 +114,7 @@ class BenchSimulation:
             "started": self.started,
         }
         save(context, table(row), figure(row))
-        yield row, {name: np.array(seconds) for name, seconds in timed.items()}
+        yield 0, row, {name: np.array(seconds) for name, seconds in timed.items()}
 
     def summarise(self, rows: list[Row]) -> Row:
         return {k: v for k, v in rows[0].items() if k not in ("index", "document")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ from tova.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+
+    from experiments.cells import Cell
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,11 @@ class Dtypes:
     def identity(self) -> dict[str, Any]:
         return {"name": self.name, "against": self.against}
 
-    def run(self, context: Context) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
+    def at_once(self, cell: Cell) -> int:
+        return 1
+
+    def run(self, batch: Sequence[Context]) -> Iterator[tuple[int, Row, dict[str, np.ndarray]]]:
+        (context,) = batch
         cell = context.cell
         assert cell.model is not None
         assert cell.dataset is not None
@@ -80,7 +86,7 @@ class Dtypes:
                 "nll": float(ours_nll.mean(dtype=np.float64)),
                 "nll_against": float(theirs_nll.mean(dtype=np.float64)),
             }
-            yield row, {"same": same, "shared": shared}
+            yield 0, row, {"same": same, "shared": shared}
             context.advance(tokens)
 
     @staticmethod

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments.lengths import prompt_tokens
 from experiments.tasks import Context, Row
 from tova.errors import UsageError
 
@@ -35,7 +36,7 @@ class Perplexity:
     Args:
         measures: also measure the attention; costs about one more full attention and all keys of a document.
         batch_size: documents of equal length run as rows of one batch.
-        together: cells that share model and text, as rows of one batch: ``auto`` or how many.
+        together: cells that share model and text, as rows of one batch: how many, or ``auto``: 8 on a GPU, 1 on a CPU.
         chunk: queries per block of the replay, null chooses.
         scan: auto, reference, cpu, gpu or fixed_point.
     """
@@ -59,34 +60,41 @@ class Perplexity:
     def identity(self) -> dict[str, Any]:
         return {"name": self.name, "measures": self.measures}
 
-    def cells_at_once(self, cell: Cell) -> int:
-        """How many cells on the same model and text this task would run as rows of one batch."""
+    def at_once(self, cell: Cell) -> int:
         if isinstance(self.together, int):
             return self.together
+        # On a CPU rows of one batch take as long as one after the other, and round otherwise; on a GPU they share what
+        # a single row leaves idle.
+        return 8 if cell.device.startswith("cuda") else 1
+
+    def run(self, batch: Sequence[Context]) -> Iterator[tuple[int, Row, dict[str, np.ndarray]]]:
+        """Documents in order; each by all cells that have not done it, as rows of one batch while memory allows."""
         import torch
 
-        return 8 if cell.device.startswith("cuda") else torch.get_num_threads()
-
-    def run_together(self, contexts: list[Context]) -> Iterator[tuple[int, Row, dict[str, np.ndarray]]]:
-        """As :meth:`run` for several cells that share model, text and prompt; yields which cell each row is of."""
-        cell = contexts[0].cell
+        cell = batch[0].cell
         assert cell.dataset is not None
-        done = frozenset.intersection(*(c.done for c in contexts))
-        todo = [(i, d) for i, d in enumerate(contexts[0].load_documents()) if d.name not in done]
+        todo = {
+            i: d
+            for i, d in enumerate(batch[0].load_documents())
+            if any(d.name not in context.done for context in batch)
+        }
         if not todo:
             return
-        loaded = contexts[0].load_model()
-        ids = {i: encode(loaded, d.text, cell.dataset.tokens, d.name) for i, d in todo}
-        contexts[0].expect(sum(len(t) for t in ids.values()) * len(contexts))
-        for index, document in todo:
-            wanted = [n for n, context in enumerate(contexts) if document.name not in context.done]
-            most = self._that_fit(loaded, len(ids[index]), len(wanted))
+        loaded = batch[0].load_model()
+        ids = {i: encode(loaded, d.text, cell.dataset.tokens, d.name) for i, d in todo.items()}
+        batch[0].expect(sum(len(ids[i]) for i, d in todo.items() for c in batch if d.name not in c.done))
+        for documents in _batches(list(ids), ids, self.batch_size):
+            wanted = [n for n, c in enumerate(batch) if any(todo[i].name not in c.done for i in documents)]
+            most = self._that_fit(loaded, len(ids[documents[0]]), len(wanted)) if len(documents) == 1 else 1
             for begin in range(0, len(wanted), most):
                 part = wanted[begin : begin + most]
-                runs = self._measure([contexts[n] for n in part], loaded, ids[index].unsqueeze(0))
-                for n, (row, arrays) in zip(part, runs, strict=True):
-                    row |= {"index": index, "document": document.name, "text_sha256": document.sha256}
-                    reference = contexts[n].reference(index)
+                # A cell alone takes several documents at once; several cells take one.
+                texts = [[i for i in documents if todo[i].name not in batch[n].done] for n in part]
+                which = [(n, i) for n, of_n in zip(part, texts, strict=True) for i in of_n]
+                runs = self._measure([batch[n] for n in part], loaded, torch.stack([ids[i] for i in texts[0]]))
+                for (n, index), (row, arrays) in zip(which, runs, strict=True):
+                    reference = arrays if row["policy"] == "full" else batch[n].reference(index)
+                    row |= {"index": index, "document": todo[index].name, "text_sha256": todo[index].sha256}
                     row |= _losses(arrays["nll"], reference["nll"], row["saturated_from"])
                     yield n, row, arrays
 
@@ -101,27 +109,6 @@ class Perplexity:
         row = tokens * (kept + 40 * config.hidden_size * size) + 2**29
         return max(1, min(rows, int(free / 2 // row)))
 
-    def run(self, context: Context) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
-        import torch
-
-        assert context.cell.dataset is not None
-        documents = list(enumerate(context.load_documents()))
-        todo = [(i, d) for i, d in documents if d.name not in context.done]
-        if not todo:
-            return
-        loaded = context.load_model()
-        ids = {i: encode(loaded, d.text, context.cell.dataset.tokens, d.name) for i, d in todo}
-        context.expect(sum(t.shape[0] for t in ids.values()))
-        for batch in _batches(list(ids), ids, self.batch_size):
-            names = {i: d for i, d in todo if i in batch}
-            rows = self._measure([context], loaded, torch.stack([ids[i] for i in batch]))
-            for index, (row, arrays) in zip(batch, rows, strict=True):
-                document = names[index]
-                reference = arrays if row["policy"] == "full" else context.reference(index)
-                row |= {"index": index, "document": document.name, "text_sha256": document.sha256}
-                row |= _losses(arrays["nll"], reference["nll"], row["saturated_from"])
-                yield row, arrays
-
     def _measure(
         self, contexts: list[Context], loaded: Loaded, ids: torch.Tensor
     ) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
@@ -132,7 +119,7 @@ class Perplexity:
 
         batch, tokens = ids.shape
         cells = [context.cell for context in contexts]
-        prompt = cells[0].prompt.tokens(tokens) if cells[0].prompt is not None else 0
+        prompt = prompt_tokens(cells[0].prompt, tokens)
         ticker = _Ticker(contexts[0], loaded.model.config.num_hidden_layers)
         measures = [AttentionMeasures() if self.measures else None for _ in cells]
         caches = [

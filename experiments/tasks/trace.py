@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from experiments.tasks import Context, Row
+
+if TYPE_CHECKING:
+    from experiments.cells import Cell
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,11 @@ class TraceTask:
     def identity(self) -> dict[str, Any]:
         return {"name": self.name, "seed": self.seed, "tokens": self.tokens}
 
-    def run(self, context: Context) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
+    def at_once(self, cell: Cell) -> int:
+        return 1
+
+    def run(self, batch: Sequence[Context]) -> Iterator[tuple[int, Row, dict[str, np.ndarray]]]:
+        (context,) = batch
         from tova.simulation import simulate
 
         trace = canonical(self.seed, self.tokens)
@@ -44,6 +51,7 @@ class TraceTask:
         seconds = time.perf_counter() - started
         context.advance(self.tokens)
         yield (
+            0,
             {
                 "index": 0,
                 "document": trace.name,
