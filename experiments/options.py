@@ -1,4 +1,4 @@
-"""What an option's value must be, asked in one place: each check returns the value, or says in a sentence what is due."""
+"""What the value of an option must be, asked in one place: a check returns it, or says in a sentence what is due."""
 
 from __future__ import annotations
 
