@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tova.scan import visible
+from tova.spans import span
 from tova.threads import Team, wait
 
 if TYPE_CHECKING:
@@ -117,21 +118,25 @@ class Alone:
         self._careful = careful
 
     def logits(self, query: Tensor, key: Tensor) -> Tensor:
-        return self._attention.logits(query, key)
+        with span("logits"):
+            return self._attention.logits(query, key)
 
     def attend(self, policy: Policy, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Tensor:
-        weights, sums, last = self._scan(policy, chunk)
+        with span("scan"):
+            weights, sums, last = self._scan(policy, chunk)
         shape = query.shape[:3]
         weights, sums = weights.view(*shape, -1), sums.view(*shape, 1)
         if self._careful:
-            mixed = mix_of_seen(weights, value, visible(last, chunk.kept, 0, shape[2]))
-            out.copy_(mixed.float().div_(sums.clamp_min(torch.finfo(torch.float32).tiny)))
+            with span("mix"):
+                mixed = mix_of_seen(weights, value, visible(last, chunk.kept, 0, shape[2]))
+                out.copy_(mixed.float().div_(sums.clamp_min(torch.finfo(torch.float32).tiny)))
         else:
             self.mix(weights, sums, value, out)
         return last
 
     def mix(self, weights: Tensor, sums: Tensor, value: Tensor, out: Tensor) -> None:
-        out.copy_(self._attention.mix(weights, sums, value))
+        with span("mix"):
+            out.copy_(self._attention.mix(weights, sums, value))
 
     def finish(self) -> None:
         pass
@@ -155,15 +160,18 @@ class Fused:
         batch, heads, steps, size = query.shape
         groups, candidates = key.shape[1:3]
         grouped = query.reshape(batch, groups, heads // groups * steps, size)
-        return (grouped @ key.transpose(-1, -2)).view(batch, heads, steps, candidates)
+        with span("logits"):
+            return (grouped @ key.transpose(-1, -2)).view(batch, heads, steps, candidates)
 
     def attend(self, policy: Policy, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Tensor:
         from tova.fused import attend
 
-        last = self._decide(policy, chunk)
-        attend(
-            query, key, value, last, chunk.kept, out, scaling=self.scaling, softcap=self.softcap, sinks=chunk.sinks
-        )  # fmt: skip
+        with span("scan"):
+            last = self._decide(policy, chunk)
+        with span("mix"):
+            attend(
+                query, key, value, last, chunk.kept, out, scaling=self.scaling, softcap=self.softcap, sinks=chunk.sinks
+            )  # fmt: skip
         return last
 
     def finish(self) -> None:
@@ -200,7 +208,8 @@ class Shared(Alone):
         self._calls += 1
         logits = self._logits[self._calls % 2].take(batch * groups, rows, candidates)
         parts = [(grouped[:, part], keys, logits[:, part]) for part in self._threads.parts(rows)]
-        self._threads.share(self._attention.product, parts, after=self._mix_beside)
+        with span("logits"):
+            self._threads.share(self._attention.product, parts, after=self._mix_beside)
         return logits.view(batch, heads, steps, candidates)
 
     def mix(self, weights: Tensor, sums: Tensor, value: Tensor, out: Tensor) -> None:
@@ -242,7 +251,8 @@ class Shared(Alone):
 
 
 def _mix(weights: Tensor, values: Tensor, out: Tensor) -> None:
-    torch.bmm(weights.to(values.dtype), values, out=out)
+    with span("mix"):
+        torch.bmm(weights.to(values.dtype), values, out=out)
 
 
 class _Buffer:

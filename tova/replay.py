@@ -31,6 +31,7 @@ from tova.policies.base import admit, ask, choose, new_records, observe
 from tova.products import Alone, Fused, Products, Shared, attend_where_not_finite, finite, only_seen
 from tova.scan import Chunk, Scan, compile, deciding, reference
 from tova.scan.reference import head_average, known_rows, softmax
+from tova.spans import span
 from tova.threads import Team, team
 
 NEVER = torch.iinfo(torch.int64).max
@@ -508,7 +509,8 @@ def _chunks(
             state.log.write(slots.positions + state.start, state.seen + last, joined & (last < size))
         state.seen += size
         state.slots, state.keys, state.values = slots, keys, values
-        _compact(state, policy, call.held_after(state.most, size))
+        with span("carry"):
+            _compact(state, policy, call.held_after(state.most, size))
     products.finish()
     if call.one_shot:
         _evict_once(state, contract.watched(unwatched.policy) if own else unwatched.policy)
