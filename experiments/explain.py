@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable
+from pathlib import Path
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.options import closest
 from tova.errors import UsageError
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
 def explain(error: BaseException) -> str | None:
@@ -19,10 +21,15 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, MissingConfigException):
         return _missing(error)
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: is no valid override; write option=value, and quote values with special characters"
+        word = str(error.override).removeprefix("++")
+        return f"{word}: is no valid override; write option=value, and quote values with special characters"
     if isinstance(error, ConfigCompositionException | HydraException | OmegaConfBaseException):
         return _composition(error)
     return None
+
+
+_EXTRAS = dict.fromkeys(("submitit_slurm", "submitit_local"), ("hydra-submitit-launcher", "cluster"))
+"""Launchers that come with a package of their own, and the extra that has it."""
 
 
 def _missing(error: MissingConfigException) -> str:
@@ -33,8 +40,11 @@ def _missing(error: MissingConfigException) -> str:
 
         if choice in MERGING:
             return f"policy={merges(choice)}"
+    if group == "hydra/launcher" and choice in _EXTRAS:
+        package, extra = _EXTRAS[choice]
+        return f"{group}={choice}: needs the package {package}; pip install -e '.[{extra}]'"
     if group and choices:
-        return f"{group}={choice}: there is no such {group}{_closest(choice, choices)}; there are {', '.join(choices)}"
+        return f"{group}={choice}: there is no such {group}{closest(choice, choices)}; there are {', '.join(choices)}"
     return " ".join(str(error).split())
 
 
@@ -42,47 +52,38 @@ def _composition(error: BaseException) -> str:
     text = " ".join(str(error).split())
     cause = error.__cause__
     both = text if cause is None else f"{text} {' '.join(str(cause).split())}"
+    both = both.replace("'++", "'")  # which options.relaxed has put there
     if match := re.search(r"Could not override '([^']+)'", both):
-        return _unknown(match.group(1))
+        return unknown(match.group(1))
     if match := re.search(r"Key '([^']+)' is not in struct full_key: (\S+)", both):
-        return _unknown(match.group(2))
+        return unknown(match.group(2))
     if match := re.search(r"Ambiguous value for argument '([^']+)'", both):
         return f"{match.group(1)}: several values make a sweep; add -m (or --multirun) before them"
+    if match := re.search(r"Sweep parameters '([^']+)' requires --multirun", both):
+        return f"{match.group(1)}: several values make a sweep; add -m (or --multirun)"
+    if match := re.search(r"Could not delete from config. '([^']+)' does not exist", both):
+        return f"~{match.group(1)}: there is no such option to take away"
     if match := re.search(r"In '[^']+': Could not find '([^']+)'", both):
         return f"{match.group(1)}: there is no such configuration"
     return text
 
 
-def _unknown(key: str) -> str:
+def unknown(key: str) -> str:
+    """That there is no option ``key``, and which there are beside it."""
     parent, _, last = key.rpartition(".")
     known = _options(parent)
     where = f" of {parent}" if parent else ""
-    return f"{key}: there is no such option{_closest(last, known)}; the options{where} are {', '.join(known)}"
+    return f"{key}: there is no such option{closest(last, known)}; the options{where} are {', '.join(known)}"
 
 
 def _options(parent: str) -> list[str]:
     """Names the default configuration has under ``parent``, and the groups at the top."""
-    from pathlib import Path
-
     from omegaconf import DictConfig, OmegaConf
 
-    conf = Path(__file__).parent.parent / "conf"
-    config = OmegaConf.load(conf / "config.yaml")
+    config = OmegaConf.load(CONF / "config.yaml")
     assert isinstance(config, DictConfig)
-    groups = sorted(p.name for p in conf.iterdir() if p.is_dir() and any(p.glob("*.yaml")))
     if not parent:
+        groups = [p.name for p in CONF.iterdir() if p.is_dir() and any(p.glob("*.yaml"))]
         return sorted({*(str(k) for k in config if k != "defaults"), *groups})
-    if parent in groups:
-        found: set[str] = set()
-        for path in (conf / parent).glob("*.yaml"):
-            loaded = OmegaConf.load(path)
-            if isinstance(loaded, DictConfig):
-                found |= {str(k) for k in loaded if k not in ("_target_", "defaults")}
-        return sorted(found)
     node = OmegaConf.select(config, parent)
     return sorted(str(k) for k in node) if isinstance(node, DictConfig) else []
-
-
-def _closest(word: str, known: Iterable[str]) -> str:
-    match = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {match[0]}?)" if match else ""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.options import shown
 from tova.errors import UsageError
 
 MOST = 2**31
@@ -53,13 +54,14 @@ def budget_of(value: Any) -> Length:
     """
     wanted = "an integer of tokens (budget=256), or a share below 1 of the document's length (budget=0.125)"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"budget={value}: must be {wanted}")
+        raise UsageError(f"budget={shown(value)}: must be {wanted}")
     if value == 1 and isinstance(value, float):
         raise UsageError(
             f"budget={value}: a share of 1 would be the whole document, which is policy=full; one token is budget=1"
         )
     if isinstance(value, float) and not 0 < value < 1:
-        raise UsageError(f"budget={value}: must be {wanted}")
+        meant = f"; write budget={int(value)}" if value > 1 and value.is_integer() else ""
+        raise UsageError(f"budget={value}: must be {wanted}{meant}")
     if value < 1 and isinstance(value, int):
         raise UsageError(f"budget={value}: must be at least 1 token, or a share above 0 and below 1")
     if value >= MOST:
@@ -78,8 +80,8 @@ def prompt_of(value: Any) -> Length | None:
     whole = isinstance(value, int) and not isinstance(value, bool) and 2 <= value < MOST
     if not whole and not (isinstance(value, float) and 0 < value < 1):
         raise UsageError(
-            f"prompt={value}: must be null, an integer of at least 2 tokens (prompt=1024), or a share below 1 of "
-            "the document's length (prompt=0.5)"
+            f"prompt={shown(value)}: must be null, an integer of at least 2 tokens (prompt=1024), or a share below 1 "
+            "of the document's length (prompt=0.5)"
         )
     return Length("prompt", value, least=2)
 

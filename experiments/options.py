@@ -18,15 +18,19 @@ MOST = 2**62
 """The largest integer: what is reckoned with it still fits into 64 bits."""
 
 
-def integer(option: str, value: Any, least: int, most: int | None = None) -> int:
+def integer(option: str, value: Any, least: int, most: int | None = None, *, instead: str = "") -> int:
     """``value`` as an integer of at least ``least``, at most ``most``.
+
+    Args:
+        instead: what else it might have been, for the sentence: ``auto``.
 
     Raises:
         UsageError: it is none (true, 64.0 and "64" are none either), or out of this range.
     """
     number = _whole(value)
     if number is None or number < least:
-        raise UsageError(f"{option}={shown(value)}: must be an integer of at least {least:,}")
+        what = f"{instead}, or an integer" if instead else "an integer"
+        raise UsageError(f"{option}={shown(value)}: must be {what} of at least {least:,}")
     if number > (most := MOST if most is None else most):
         raise UsageError(f"{option}={shown(value)}: must be at most {most:,}")
     return number

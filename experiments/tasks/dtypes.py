@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments import options
 from experiments.tasks import Context, Row
 from experiments.tasks.perplexity import encode
 from tova.errors import UsageError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from experiments.cells import Cell
+    from tova.policies import Policy
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,18 @@ class Dtypes:
     uses_model = True
     needs_reference = False
     length = None
+    takes_prompts = False
 
     def __post_init__(self) -> None:
-        if self.against not in ("bfloat16", "float16"):
-            raise UsageError(f"task.against={self.against}: must be bfloat16 or float16")
+        options.one_of("task.against", self.against, ("bfloat16", "float16"))
+
+    def check(self, cell: Cell, policy: Policy) -> None:
+        """Whether there is something to compare."""
+        assert cell.model is not None
+        if not hasattr(cell.model, "dtype"):
+            raise UsageError(f"task=dtypes: model {cell.model.label} has no option dtype")
+        if cell.budget is None:
+            raise UsageError(f"policy={policy.name}: drops nothing, so task=dtypes has nothing to compare")
 
     def identity(self) -> dict[str, Any]:
         return {"name": self.name, "against": self.against}
@@ -57,8 +67,6 @@ class Dtypes:
         todo = [(i, d) for i, d in enumerate(context.load_documents()) if d.name not in context.done]
         if not todo:
             return
-        if not hasattr(cell.model, "dtype"):
-            raise UsageError(f"task=dtypes: model {cell.model.label} has no option dtype")
         loaded = context.load_model()
         other = dataclasses.replace(cell.model, dtype=self.against).load(cell.device)  # type: ignore[type-var]
         texts = {i: encode(loaded, d.text, cell.dataset.tokens, d.name) for i, d in todo}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments import options
 from experiments.tasks import Context, Row
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ class TraceTask:
     name = "trace"
     uses_model = False
     needs_reference = False
+
+    def __post_init__(self) -> None:
+        options.integer("task.seed", self.seed, 0)
+        options.integer("task.tokens", self.tokens, 2)
 
     @property
     def length(self) -> int:
