@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import os
 import shutil
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +15,7 @@ from models import forward, tiny, tokens
 from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
-from experiments import run as entry
-from experiments.tasks.bench_decode import BenchDecode
-from experiments.tasks.bench_replay import BenchReplay
-from experiments.tasks.bench_simulation import BenchSimulation
-from tova import EvictingCache, UsageError, policies
+from tova import EvictingCache, policies
 from tova.attention import NAME
 from tova.compat import cache_argument
 from tova.policies import Policy
@@ -275,103 +268,6 @@ def test_a_step_costs_little_more_than_with_an_ordinary_cache(smollm2) -> None:
         found.append(ratio(smollm2.model, 256))
     print(f"decode step, evicting over ordinary: {', '.join(f'{r:.2f}' for r in found)}")
     assert found[-1] <= 2.0
-
-
-def run_experiment(tmp_path, monkeypatch, capsys, *words: str) -> tuple[Path, str]:
-    """The folder and the printed text of ``python -m experiments.run`` in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("It was the best of times, it was the worst of times. " * 12)
-    monkeypatch.setattr(sys, "argv", ["experiments.run", *words])
-    code = 0
-    try:
-        entry.main()
-    except SystemExit as e:
-        code = int(e.code or 0)
-    assert code == 0, capsys.readouterr().err
-    (folder,) = [p for p in (tmp_path / "results/runs").iterdir() if not p.name.startswith("_")]
-    return folder, capsys.readouterr().out
-
-
-def test_bench_decode(tmp_path, monkeypatch, capsys) -> None:
-    words = ["experiment=bench_decode", "model=random_llama", "dataset=text", "dataset.path=texts"]
-    words += ["dataset.tokens=120", "task.budgets=[40,60]", "task.lengths=[90]", "task.repetitions=2"]
-    folder, out = run_experiment(tmp_path, monkeypatch, capsys, *words)
-    summary = json.loads((folder / "summary.json").read_text())
-    assert len(summary["steps"]) == 2 * 5 + 1
-    assert all(step["seconds"] > 0 for step in summary["steps"])
-    assert [step["ratio"] for step in summary["steps"] if step["cache"] == "plain"] == [1, 1]
-    assert summary["machine"]
-    assert summary["torch"] == torch.__version__.split("+")[0] or summary["torch"] == torch.__version__
-    table = (folder / "table.md").read_text()
-    assert "| cache | 40 entries | 60 entries |" in table
-    assert "ms at 90 tokens" in table
-    assert table.strip() in out
-    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_bench_replay(tmp_path, monkeypatch, capsys) -> None:
-    words = ["experiment=bench_replay", "model=random_llama", "dataset=text", "dataset.path=texts", "budget=32"]
-    words += ["dataset.tokens=120", "task.lengths=[80,120]", "task.repetitions=1", "task.places=2", "task.steps=2"]
-    folder, out = run_experiment(tmp_path, monkeypatch, capsys, *words)
-    summary = json.loads((folder / "summary.json").read_text())
-    found = {(t["what"], t["tokens"]): t for t in summary["timed"]}
-    for length in (80, 120):
-        assert found["full attention", length]["ratio"] == 1
-        assert found["tova", length]["seconds"] > 0
-        assert found["window", length]["seconds"] > 0
-        assert found["tova, measures", length]["seconds"] > 0
-    assert found["decoded, plain cache", 80]["seconds"] > found["full attention", 80]["seconds"]
-    assert 0 < summary["where"]["scan: who is dropped when, and the weights"] < summary["where"]["all of it"]
-    table = (folder / "table.md").read_text()
-    assert "| pass | 80 tokens | 120 tokens |" in table
-    assert table.strip() in out
-    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UsageError, match=r"task\.lengths=\[1\]: must be integers of at least 2"):
-        BenchReplay(started="", lengths=[1])
-
-
-def test_bench_simulation(tmp_path, monkeypatch, capsys) -> None:
-    words = ["experiment=bench_simulation", "task.tokens=200", "task.budget=40", "task.repetitions=2"]
-    folder, out = run_experiment(
-        tmp_path, monkeypatch, capsys, *words, "task.policies=[tova,snapkv,scissorhands_paper]"
-    )
-    summary = json.loads((folder / "summary.json").read_text())
-    speeds = {row["policy"]: row for row in summary["steps_per_second"]}
-    assert speeds["tova"]["compiled"] > speeds["tova"]["running"] > 0
-    assert speeds["scissorhands_paper"]["compiled"] is None
-    assert summary["table_seconds"] > 0
-    assert (folder / "table.md").read_text().strip() in out
-    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(budgets=[0]), r"task\.budgets=\[0\]: must be integers of at least 1"),
-        (dict(budgets=[]), r"task\.budgets=\[\]: must name at least one"),
-        (dict(policies=["mine"]), r"task\.policies=\['mine'\]: must be some of full, "),
-        (dict(repetitions=0), r"task\.repetitions=0: must be at least 1"),
-    ],
-)
-def test_what_a_benchmark_refuses(options: dict, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        BenchDecode(started="", **options)
-    if "budgets" not in options:
-        for other in (BenchSimulation, BenchReplay):
-            with pytest.raises(UsageError, match=message):
-                other(started="", **options)
-
-
-def test_what_the_replay_benchmark_refuses() -> None:
-    for options, message in (
-        (dict(lengths=[]), r"task\.lengths=\[\]: must name at least one"),
-        (dict(lengths=[4096, 1]), r"task\.lengths=\[4096, 1\]: must be integers of at least 2"),
-        (dict(steps=0), r"task\.steps=0: must be at least 1"),
-        (dict(places=-1), r"task\.places=-1: must be at least 0"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            BenchReplay(started="", **options)
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------

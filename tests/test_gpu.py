@@ -1,4 +1,4 @@
-"""The Triton scan and the fixed-point scan decide as the reference does; the GPU benchmark runs from end to end.
+"""The Triton scan and the fixed-point scan decide as the reference does.
 
 Where there is no GPU the kernels run in Triton's interpreter. It has to be chosen before Triton is imported, so the
 tests of the kernels then run in a process of their own: :func:`test_kernels_in_the_interpreter` starts it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -554,56 +553,3 @@ def test_kernels_in_the_interpreter() -> None:
     print(done.stdout[-3000:], done.stderr[-3000:])
     assert done.returncode == 0
     assert "skipped" not in done.stdout.splitlines()[-1]
-
-
-# -- the benchmark -------------------------------------------------------------------------------------------
-
-
-def test_benchmark_runs_from_end_to_end(tmp_path, monkeypatch, capsys) -> None:
-    from experiments import run as entry
-
-    monkeypatch.chdir(tmp_path)
-    words = ["experiment=bench_gpu", "task.tiny=true", "device=cpu", "tracking.mode=disabled", "task.out=out"]
-    monkeypatch.setattr(sys, "argv", ["experiments.run", *words])
-    entry.main()
-    printed = capsys.readouterr().out
-    assert "## Decoding" in printed
-    result = json.loads((tmp_path / "out/bench_gpu.json").read_text())
-    assert {name: part["ended"] for name, part in result["parts"].items()} == dict.fromkeys(result["parts"], "ok")
-    assert not [row for row in result["rows"] if "error" in row]
-    parts = {row["part"] for row in result["rows"]}
-    assert parts >= {"card", "decisions", "layer", "long", "rows", "decode"}
-    assert sum(row["different"] for row in result["rows"] if row["part"] == "decisions") == 0
-    page = (tmp_path / "out/bench_gpu.md").read_text()
-    for word in ("driver", "torch 2", "transformers", "the figures mean nothing"):
-        assert word in page
-
-
-def test_benchmark_outlives_a_part_that_fails(tmp_path, monkeypatch) -> None:
-    """A part that is stopped, and one that fails, are reported as such; what they had measured stays."""
-    from experiments.tasks import bench_gpu
-
-    monkeypatch.setattr(bench_gpu, "_in_a_process", lambda part, device, tiny, rows: _fake(bench_gpu, part, rows))
-    result = bench_gpu.measure(["card", "layer"], "cpu", True, tmp_path)
-    assert result["parts"]["card"]["ended"] == "ok"
-    assert result["parts"]["layer"]["ended"] == "exit code 1: boom"
-    assert [row["part"] for row in result["rows"]] == ["card", "layer"]
-    page = (tmp_path / "bench_gpu.md").read_text()
-    assert "This part did not come to its end: exit code 1: boom." in page
-    with pytest.raises(UsageError, match="needs a CUDA device"):
-        bench_gpu._device("cpu", tiny=False)
-    with pytest.raises(UsageError, match="there is no part 'speed'"):
-        bench_gpu.BenchGpu(started="now", parts=["speed"])
-
-
-def _fake(bench_gpu, part: str, rows: Path) -> str:
-    row = {"part": part, "batch": 1, "bytes_per_second": 1.0, "flops_per_second": 1.0}
-    rows.write_text(json.dumps(row) + "\n")
-    return "ok" if part == "card" else "exit code 1: boom"
-
-
-def test_benchmark_stops_a_part_in_time(tmp_path, monkeypatch) -> None:
-    from experiments.tasks import bench_gpu
-
-    monkeypatch.setitem(bench_gpu.SECONDS, "card", 0.01)
-    assert bench_gpu._in_a_process("card", "cpu", True, tmp_path / "rows") == "stopped after 0.04 s"
