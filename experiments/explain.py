@@ -78,12 +78,14 @@ def unknown(key: str) -> str:
 
 def _options(parent: str) -> list[str]:
     """Names the default configuration has under ``parent``, and the groups at the top."""
-    from omegaconf import DictConfig, OmegaConf
+    import yaml
 
-    config = OmegaConf.load(CONF / "config.yaml")
-    assert isinstance(config, DictConfig)
+    config = yaml.safe_load((CONF / "config.yaml").read_text())
+    groups = {p.name for p in CONF.iterdir() if p.is_dir() and any(p.glob("*.yaml"))}
     if not parent:
-        groups = [p.name for p in CONF.iterdir() if p.is_dir() and any(p.glob("*.yaml"))]
-        return sorted({*(str(k) for k in config if k != "defaults"), *groups})
-    node = OmegaConf.select(config, parent)
-    return sorted(str(k) for k in node) if isinstance(node, DictConfig) else []
+        return sorted((config.keys() | groups) - {"defaults"})
+    nodes = [yaml.safe_load(p.read_text()) for p in (CONF / parent).glob("*.yaml")] if parent in groups else []
+    for part in parent.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    found = {str(key) for node in (*nodes, config) if isinstance(node, dict) for key in node}
+    return sorted(found - {"_target_", "defaults"})

@@ -110,6 +110,8 @@ def _reads_otherwise(text: str) -> bool:
 
 GROUPS = ("policy", "model", "dataset", "task")
 """Each is a class with its parameters."""
+CHOSEN = (*GROUPS, "launcher")
+"""Groups of which one file must be chosen."""
 TRACKING = ("offline", "online", "disabled")
 
 
@@ -199,7 +201,7 @@ def relaxed(words: Sequence[str], own: Iterable[str] = ()) -> list[str]:
             _no_flag(word, flags)
         if match := re.fullmatch(rf"\+?\+?((?:{'|'.join(GROUPS)})\.[\w.]*\w=.*)", word, re.DOTALL):
             word = f"++{match[1]}"
-        elif match := re.fullmatch(rf"({'|'.join(GROUPS)}|experiment|hydra/\w+)=.*", word, re.DOTALL):
+        elif match := re.fullmatch(rf"({'|'.join(CHOSEN)}|experiment|hydra/\w+)=.*", word, re.DOTALL):
             _check_choice(match[1], word)
         found.append(word)
     return ["-m", *found] if multirun else found
@@ -233,7 +235,7 @@ def _check_choice(group: str, word: str) -> None:
         choices = ",".join(shown(v) for v in value)
         raise UsageError(f"{group}={shown(value)}: a cell has one {group}; several make a sweep, -m {group}={choices}")
     for one in value.list if isinstance(value, ChoiceSweep) else [value]:
-        if one is None and group not in GROUPS:
+        if one is None and group not in CHOSEN:
             continue
         if one is None or one == "" or isinstance(one, bool | int | float):
             raise UsageError(f"{group}={shown(one)}: must be the name of a {group}; --help lists them")

@@ -28,6 +28,7 @@ def plan(config: DictConfig) -> Cell:
     options.tracking_mode(resolved["tracking"]["mode"])
     options.tracking_project(resolved["tracking"]["project"])
     options.sweep_name(resolved.pop("sweep")["name"])
+    resolved.pop("launcher", None)
     resolved["results_dir"] = str(options.results_dir(resolved["results_dir"]))
     task = classes.make("task", resolved["task"])
     policy_class = classes.policy_class(resolved["policy"]["_target_"])
@@ -94,6 +95,8 @@ def _check_names(config: Any) -> None:
             if not isinstance(value, dict):
                 raise UsageError(f"{key}={shown(value)}: must be the name of a {key}; --help lists them")
             classes.check_options(key, value)
+        elif key == "launcher":  # says who runs cells, not which; who starts them looks at it
+            continue
         elif key not in default:
             raise UsageError(unknown(str(key)))
         elif isinstance(default[key], dict):
