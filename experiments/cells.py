@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from experiments import fingerprint
 
 if TYPE_CHECKING:
     from experiments.data import Dataset
@@ -15,13 +18,6 @@ if TYPE_CHECKING:
     from experiments.models import Model
     from experiments.tasks import Task
     from tova.policies import Policy
-
-FORMAT = 2
-"""Raise it when results change their meaning: older ones are then not found, instead of being mixed with new ones.
-
-2: losses are summed in float64 (they were up to 2e-5 of a nat too low on some processors); NaN in attention is a step
-without information.
-"""
 
 
 @dataclass(frozen=True)
@@ -54,21 +50,30 @@ class Cell:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Everything that determines the result, and nothing else."""
-        policy = {"class": f"{self.policy_class.__module__}.{self.policy_class.__qualname__}", **self.policy_parameters}
+        """Everything that determines the result, and nothing else: docs/runner.md says what that is.
+
+        What is local counts by its content: a policy, a model, a dataset that was edited is another one, one that was
+        renamed or moved is the same.
+        """
         identity: dict[str, Any] = {
-            "format": FORMAT,
             "task": self.task.identity(),
-            "policy": policy,
+            "policy": {"class": self.policy_class.__qualname__, **self.policy_parameters},
             "budget": None if self.budget is None else self.budget.value,
         }
         if self.model is not None:
-            identity |= {"model": self.model.identity(), "device": self.device, "evict_every": self.evict_every}
+            identity |= {"model": self.model.identity(), "device": self.device.split(":")[0]}
+            identity["evict_every"] = self.evict_every
             if self.prompt is not None:
                 identity |= {"prefill": self.prefill, "prompt": self.prompt.value}
         if self.dataset is not None:
             identity["dataset"] = self.dataset.identity()
-        return identity
+        return identity | {"code": self._code}
+
+    @property
+    def _code(self) -> str:
+        parts = [type(part) for part in (self.task, self.model, self.dataset) if part is not None]
+        made_by = {c.__module__ for part in (*parts, self.policy_class) for c in part.__mro__ if c is not object}
+        return fingerprint.digest(sorted(made_by))
 
     @property
     def evict_every(self) -> int:
@@ -88,7 +93,7 @@ class Cell:
             *(part.label for part in (self.model, self.dataset) if part is not None),
             digest,
         ]
-        return "-".join(part.replace("/", "_") for part in parts if part)
+        return "-".join(re.sub(r"[^\w.+]", "_", part)[:40] for part in parts if part)
 
     @property
     def title(self) -> str:
@@ -99,7 +104,16 @@ class Cell:
         budget = [] if self.budget is None else [str(self.budget)]
         return " ".join([self.policy_class.name, *changed, *how, *budget])
 
-    def with_full_cache(self) -> Cell:
+    @property
+    def policy_label(self) -> str:
+        """The policy's name with the parameters that differ from its own: ``decay fade=0.8``."""
+        try:
+            return self.policy(2**20).label
+        except Exception:  # a policy that cannot be made says so when it is
+            return self.policy_class.name
+
+    @cached_property
+    def full(self) -> Cell:
         """The same task on the same data by the model that forgets nothing."""
         from tova.policies import Full
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -13,18 +13,24 @@ from rich.progress import Progress as Bars
 
 
 class Progress:
-    """A sweep of ``cells`` cells, one at a time; use as a context manager."""
+    """A sweep of ``cells`` cells; use as a context manager.
 
-    def __init__(self, cells: int) -> None:
+    Args:
+        cells: how many there are.
+        log: where lines go; standard error by default, with bars if it is a terminal.
+    """
+
+    def __init__(self, cells: int, log: TextIO | None = None) -> None:
+        self._log = log
         self._cells = cells
         self._finished = 0
         self._started = time.monotonic()
         self._worked = 0.0
         self._worked_cells = 0
-        self._ahead = 0
+        self._cell_started = self._started
         self._console = Console(stderr=True)
         self._bars: Bars | None = None
-        if self._console.is_terminal:
+        if self._console.is_terminal and log is None:
             self._bars = Bars(
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -47,8 +53,7 @@ class Progress:
             self._bars.stop()
 
     def start(self, title: str) -> None:
-        """A cell begins."""
-        self._title = title
+        """A batch of cells begins."""
         self._expected, self._advanced = 0.0, 0.0
         self._cell_started = time.monotonic()
         if self._bars is not None:
@@ -68,28 +73,27 @@ class Progress:
         if self._bars is not None:
             self._bars.update(self._cell, completed=int(self._advanced))
 
-    def finish(self, outcome: str, worked: bool, cells: int = 1) -> None:
-        """The cell is over; ``worked`` is False if its result was there before.
+    def finish(self, name: str, outcome: str, worked: bool, cells: int = 1) -> None:
+        """A cell is over; ``worked`` is False if its result was there before, or there is none.
 
-        ``cells`` is how many its time was spent on: others may have been measured beside it.
+        ``cells`` is how many were measured beside each other, it among them.
         """
         self._finished += 1
-        self._ahead = max(0, self._ahead - 1) + cells - 1
-        seconds = time.monotonic() - self._cell_started
+        seconds = (time.monotonic() - self._cell_started) / cells if worked else 0.0
         if worked:
             self._worked += seconds
-            self._worked_cells += cells
+            self._worked_cells += 1
         if self._bars is not None:
             self._bars.update(self._sweep, completed=self._finished)
             self._bars.update(self._cell, visible=False)
         width = len(str(self._cells))
-        line = f"[{self._finished:{width}d}/{self._cells}] {self._title:<18} {outcome}"
+        line = f"[{self._finished:{width}d}/{self._cells}] {name:<18} {outcome}"
         if worked:
             line += f"  ({seconds:.0f} s{self._left()})"
         self.say(line)
 
     def _left(self) -> str:
-        rest = self._cells - self._finished - self._ahead
+        rest = self._cells - self._finished
         if rest <= 0 or not self._worked_cells:
             return ""
         left = rest * self._worked / self._worked_cells
@@ -100,4 +104,4 @@ class Progress:
         if self._bars is not None:
             self._bars.console.print(line, highlight=False, markup=False)
         else:
-            print(line, file=sys.stderr, flush=True)
+            print(line, file=self._log or sys.stderr, flush=True)

@@ -1,211 +1,356 @@
-"""Runs cells: skip what is done, continue what is not, store and track what comes out."""
+"""Runs cells: skips what is done, continues what is not, shares work with other processes, stores what comes out.
+
+A cell's life: *pending* -> claimed by one process -> its documents' rows, as they finish -> *done*, or *failed* with a
+reason. Any number of processes may run the same cells on the same folder: each takes the next that nobody has claimed,
+and waits for what it needs of the others' (the full cache a cell is compared with is a cell like any other).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import math
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
-from importlib import metadata
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import tracking
+from experiments import claims, memory
 from experiments.cells import Cell
+from experiments.claims import Claim, LostError
+from experiments.loading import Kept, free_memory
 from experiments.progress import Progress
-from experiments.store import CellFolder
+from experiments.provenance import provenance
+from experiments.store import DONE, FAILED, CellFolder
 from experiments.tasks import Context, Row
+from experiments.tracking import Tracker, Tracking
 from tova.errors import UsageError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from experiments.data import Document
-    from experiments.models import Loaded
+
+POLL = 0.5
+"""Seconds between looks at what other processes do."""
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG}
+
+
+class StorageError(UsageError):
+    """Results cannot be written; what was stored is as it was."""
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """How a cell ended: ``done`` or ``failed``; ``error`` where this process saw it fail."""
+
+    status: str
+    error: Exception | None = None
+
+
+@dataclass
 class Runner:
-    """What the cells of a process share.
+    """Runs ``cells``, every one to its end, wherever it is measured.
 
     Args:
         root: where results go.
+        cells: in the order they are tried; with the full-cache cells they are compared with among them.
+        names: id -> what people call the cell.
         progress: told how far things are.
-        group: the sweep's id, W&B's group; None for a single cell.
-        cells: all cells of the sweep, if this process is to run them: some may be measured beside others.
+        tracking: where figures are shown.
     """
 
     root: Path
+    cells: Sequence[Cell]
+    names: dict[str, str]
     progress: Progress
-    group: str | None = None
-    cells: tuple[Cell, ...] = ()
+    tracking: Tracking
+    kept: Kept = field(default_factory=Kept)
 
-    def run(self, cell: Cell) -> Row:
-        """The cell's summary, from disk if it is done."""
-        folder = CellFolder(self.root, cell.id)
-        folder.check()
-        self.progress.start(cell.title)
-        if folder.done:
-            summary = folder.summary()
-            self.progress.finish(f"done before  {headline(summary)}", worked=False)
-            return summary
-        if cell.task.uses_model:
-            # Whatever cannot be had is found before anything is written.
-            _load_documents(cell)
-            _load_model(cell)
-        begun = bool(folder.rows())
-        beside = self._beside(cell)
-        if beside:
-            self._read_ahead([cell, *beside])
-        summary = self._measure(cell, folder)
-        self.progress.finish(headline(summary), worked=not begun or bool(beside), cells=1 + len(beside))
-        return summary
+    def __post_init__(self) -> None:
+        self._outcomes: dict[str, Outcome] = {}
+        self._said: set[str] = set()
 
-    def _beside(self, cell: Cell) -> list[Cell]:
-        """Cells of the sweep that are still to do and can be rows of one batch with ``cell``."""
-        if cell.budget is None:
-            return []
-        most = cell.task.at_once(cell) - 1
-        found: list[Cell] = []
-        for other in self.cells:
-            alike = other.budget is not None and other.id != cell.id and _shared(other) == _shared(cell)
-            if len(found) < most and alike and not CellFolder(self.root, other.id).rows():
-                found.append(other)
-        return found
+    def run(self) -> dict[str, Outcome]:
+        """The outcome of every cell, by id.
 
-    def _read_ahead(self, cells: list[Cell]) -> None:
-        """Measure several cells at once and store their rows; each is then finished like one that was interrupted.
-
-        If that fails, nothing is said: each is then run alone, and the one that cannot be says why.
+        Raises:
+            StorageError: results cannot be written.
+            KeyboardInterrupt: claims are given back; what was finished is stored.
         """
-        folders = [CellFolder(self.root, cell.id) for cell in cells]
-        reference = self._reference(cells[0])
+        todo = []
+        for cell in self.cells:
+            folder = self._folder(cell)
+            folder.check(cell)
+            if self._given_up(folder):
+                self._settle(cell, Outcome(FAILED), f"failed before: {folder.failure()['reason']}", worked=False)
+            elif folder.done:
+                self._track_done(cell, folder)
+                self._settle(cell, Outcome(DONE), f"done before  {headline(folder.summary())}", worked=False)
+            else:
+                todo.append(cell)
+        while todo:
+            claimed = self._next(todo)
+            if claimed:
+                self._run(claimed)
+            todo = [cell for cell in todo if cell.id not in self._outcomes]
+            if todo and not claimed:
+                time.sleep(POLL)
+        return self._outcomes
+
+    # -- which cells next --------------------------------------------------------------------------------------
+
+    def _next(self, todo: list[Cell]) -> list[tuple[Cell, Claim]]:
+        """Cells that may run now as one batch, claimed; none if all are others' for now."""
+        claimed: list[tuple[Cell, Claim]] = []
+        for cell in todo:
+            if cell.id in self._outcomes or (claimed and not _alike(cell, claimed[0][0])):
+                continue
+            if not self._may_begin(cell):
+                continue
+            claim = self._claim(cell)
+            if claim is not None:
+                claimed.append((cell, claim))
+            if claimed and len(claimed) >= claimed[0][0].task.at_once(claimed[0][0]):
+                break
+        return claimed
+
+    def _may_begin(self, cell: Cell) -> bool:
+        """Whether what it is compared with is there; settles a cell that never will have it."""
+        full = _compared_with(cell)
+        if full is None:
+            return True
+        folder = CellFolder(self.root, full)
+        if folder.done:
+            return True
+        if self._given_up(folder):
+            reason = f"the full cache it is compared with failed: {folder.failure()['reason']}"
+            self._fail(cell, self._folder(cell), reason, "")
+            return False
+        owner = claims.holder(folder.path)
+        if owner is not None and owner.alive:
+            self._say_once(f"waiting for {self.names.get(full, 'the full cache')}, which {owner} measures")
+        return False
+
+    @staticmethod
+    def _given_up(folder: CellFolder) -> bool:
+        """Whether it failed by its own fault; one whose process was killed is tried again."""
+        return folder.failed and not folder.failure().get("again")
+
+    def _claim(self, cell: Cell) -> Claim | None:
+        """The claim, unless somebody else has it, or it turns out to be done."""
+        folder = self._folder(cell)
+        with storing(self.root):
+            claim = folder.claim()
+        if isinstance(claim, claims.Owner):
+            self._say_once(f"{self._name(cell)} is being measured by {claim}")
+            return None
+        if folder.done or self._given_up(folder):
+            claim.release()
+            if folder.done:
+                self._settle(cell, Outcome(DONE), f"done elsewhere  {headline(folder.summary())}", worked=False)
+            else:
+                self._settle(cell, Outcome(FAILED), f"failed elsewhere: {folder.failure()['reason']}", worked=False)
+            return None
+        return claim
+
+    # -- running -----------------------------------------------------------------------------------------------
+
+    def _run(self, claimed: list[tuple[Cell, Claim]]) -> None:
+        """Measure cells that are claimed, and give the claims back however it ends."""
+        trackers: dict[str, Tracker] = {}
+        try:
+            self._attempt([cell for cell, _ in claimed], dict((cell.id, claim) for cell, claim in claimed), trackers)
+        except LostError as e:
+            self.progress.say(f"{e} was taken over by another process; it goes on there")
+        except BaseException:
+            for tracker in trackers.values():
+                tracker.end("interrupted", {})
+            raise
+        finally:
+            for cell, claim in claimed:
+                if cell.id not in self._outcomes:
+                    self._folder(cell).forget_if_empty()
+                claim.release()
+
+    def _attempt(
+        self, cells: list[Cell], held: dict[str, Claim], trackers: dict[str, Tracker], smaller: int = 0
+    ) -> None:
+        """Measure them at once; if that fails, fewer at once, then with less memory, then say why."""
+        names = ", ".join(self._name(cell) for cell in cells)
+        self.progress.start(names)
+        try:
+            self._measure(cells, held, trackers, smaller)
+            return
+        except (LostError, StorageError):
+            raise
+        except Exception as e:
+            error: Exception = e
+            trace = "".join(traceback.format_exception(e))
+            # The traceback's frames hold the tensors of what failed; the next cell needs their memory.
+            traceback.clear_frames(e.__traceback__)
+            error.__traceback__ = error.__cause__ = error.__context__ = None
+        free_memory()
+        full = memory.is_exhausted(error)
+        if len(cells) > 1:
+            half = (len(cells) + 1) // 2 if full else 1
+            self.progress.say(f"{len(cells)} cells at once did not work ({type(error).__name__}); {half} at a time")
+            for begin in range(0, len(cells), half):
+                self._attempt(cells[begin : begin + half], held, trackers, smaller)
+            return
+        (cell,) = cells
+        if full and smaller < getattr(cell.task, "halvings", 0):
+            self.progress.say(f"{names}: out of memory; once more, with chunks half as long")
+            return self._attempt(cells, held, trackers, smaller + 1)
+        reason = memory.exhausted(error, cell) if full else reason_of(error)
+        self._fail(cell, self._folder(cell), reason, trace, error, trackers.get(cell.id))
+
+    def _measure(self, cells: list[Cell], held: dict[str, Claim], trackers: dict[str, Tracker], smaller: int) -> None:
+        began = time.monotonic()
+        folders = [self._folder(cell) for cell in cells]
         contexts = []
         for cell, folder in zip(cells, folders, strict=True):
-            folder.check()
-            folder.begin(cell)
-            contexts.append(self._context(cell, folder, reference))
-        try:
-            for which, measured, arrays in cells[0].task.run(contexts):
-                folders[which].append({**measured, **provenance(cells[which])}, arrays)
-                self._say_if_not_finite(cells[which], measured)
-        except Exception as e:
-            self.progress.say(f"{len(cells)} cells at once did not work ({type(e).__name__}); one by one")
-        finally:
-            for folder in folders:
-                folder.forget_if_empty()
+            if cell.task.uses_model:  # whatever cannot be had is found before anything is written
+                _check_rows(folder, self.kept.documents(cell))
+                self.kept.model(cell)
+            with storing(self.root):
+                folder.begin(cell)
+            if cell.id not in trackers:
+                trackers[cell.id] = self.tracking.cell(cell.id, self._name(cell), _for_people(cell), folder.rows())
+            contexts.append(self._context(cell, folder, smaller))
+        here = 0
+        for which, measured, arrays in cells[0].task.run(contexts):
+            cell, folder = cells[which], folders[which]
+            row = {**measured, "wall_seconds": time.monotonic() - began, **provenance(cell)}
+            here += 1
+            held[cell.id].check()
+            with storing(self.root):
+                folder.append(row, arrays)
+            self._say_if_not_finite(cell, row)
+            trackers[cell.id].document(row)
+        for cell, folder in zip(cells, folders, strict=True):
+            rows = folder.rows()
+            summary = {**cell.task.summarise(rows), **_what(cell), **_provenances(rows)}
+            held[cell.id].check()
+            with storing(self.root):
+                folder.finish(summary)
+            trackers[cell.id].end("done", summary)
+            self._settle(cell, Outcome(DONE), headline(summary), worked=here > 0, cells=len(cells))
 
-    def _context(self, cell: Cell, folder: CellFolder, reference: Callable[[int], dict[str, np.ndarray]]) -> Context:
+    def _context(self, cell: Cell, folder: CellFolder, smaller: int) -> Context:
+        full = _compared_with(cell)
         return Context(
             cell=cell,
             done=frozenset(row["document"] for row in folder.rows()),
-            load_model=functools.partial(_load_model, cell),
-            load_documents=functools.partial(_load_documents, cell),
-            reference=reference,
+            load_model=functools.partial(self.kept.model, cell),
+            load_documents=functools.partial(self.kept.documents, cell),
+            reference=(lambda index: {}) if full is None else CellFolder(self.root, full).arrays,
             advance=self.progress.advance,
             expect=self.progress.expect,
+            smaller=smaller,
         )
 
-    def _measure(self, cell: Cell, folder: CellFolder) -> Row:
-        """Run what is left of the cell; a mistake found on the way leaves no folder without a result."""
-        try:
-            return self._tracked(cell, folder)
-        except UsageError:
-            folder.forget_if_empty()
-            raise
+    # -- what becomes of a cell --------------------------------------------------------------------------------
 
-    def _tracked(self, cell: Cell, folder: CellFolder) -> Row:
-        reference = self._reference(cell)
-        settings = cell.config["tracking"]
-        folder.begin(cell)
-        with tracking.track(
-            settings["mode"],
-            settings["project"],
-            self.root,
-            name=cell.title,
-            group=self.group or cell.id,
-            config={"cell": cell.id, **cell.config, "identity": cell.identity},
-        ) as tracker:
-            for row in folder.rows():
-                tracker.document(row)
-            context = self._context(cell, folder, reference)
-            for _, measured, arrays in cell.task.run([context]):
-                row = {**measured, **provenance(cell)}
-                folder.append(row, arrays)
-                self._say_if_not_finite(cell, row)
-                tracker.document(row)
-            rows = sorted(folder.rows(), key=lambda r: r["index"])
-            summary = {**cell.task.summarise(rows), **_what(cell), **provenance(cell)}
-            folder.finish(summary)
-            tracker.summary(summary)
-        return summary
+    def _fail(
+        self,
+        cell: Cell,
+        folder: CellFolder,
+        reason: str,
+        trace: str,
+        error: Exception | None = None,
+        tracker: Tracker | None = None,
+    ) -> None:
+        with storing(self.root):
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.fail(reason, trace, provenance(cell))
+        if tracker is not None:
+            tracker.end("failed", {"reason": reason})
+        self._settle(cell, Outcome(FAILED, error), f"failed: {reason}", worked=False)
+
+    def _settle(self, cell: Cell, outcome: Outcome, line: str, *, worked: bool, cells: int = 1) -> None:
+        self._outcomes[cell.id] = outcome
+        self.progress.finish(self._name(cell), line, worked=worked, cells=cells)
+
+    def _track_done(self, cell: Cell, folder: CellFolder) -> None:
+        """Show a cell that an earlier sweep measured among this one's."""
+        if not self.tracking.complete(cell.id):
+            tracker = self.tracking.cell(cell.id, self._name(cell), _for_people(cell), folder.rows())
+            tracker.end("done", folder.summary())
 
     def _say_if_not_finite(self, cell: Cell, row: Row) -> None:
         """A line about a document whose losses are not all finite; its figures show it, and the sweep goes on."""
         if lost := row.get("tokens_not_finite"):
             self.progress.say(
-                f"{cell.title}, document {row['document']}: {lost:,} of {row['steps']:,} losses are not finite, the "
-                f"first is that of token {row['first_not_finite']:,}"
+                f"{self._name(cell)}, document {row['document']}: {lost:,} of {row['steps']:,} losses are not finite, "
+                f"the first is that of token {row['first_not_finite']:,}"
             )
 
-    def _reference(self, cell: Cell) -> Callable[[int], dict[str, np.ndarray]]:
-        """Per-token figures of the full cache on the same documents, measured first if they are not there."""
-        if not cell.task.needs_reference or cell.budget is None:
-            return lambda index: {}
-        full = cell.with_full_cache()
-        folder = CellFolder(self.root, full.id)
-        folder.check()
-        if not folder.done:
-            self.progress.say("first the full cache on the same documents, to compare with")
-            self._measure(full, folder)
-        return folder.arrays
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self.progress.say(line)
+
+    def _name(self, cell: Cell) -> str:
+        return self.names.get(cell.id, cell.title)
+
+    def _folder(self, cell: Cell) -> CellFolder:
+        return CellFolder(self.root, cell.id)
 
 
-def _shared(cell: Cell) -> dict[str, Any]:
-    """What cells must have in common to be rows of one batch: everything but policy, budget and intervals."""
-    apart = ("policy", "budget", "evict_every")
-    return {k: v for k, v in cell.identity.items() if k not in apart} | {"task": cell.config["task"]}
+@contextlib.contextmanager
+def storing(root: Path) -> Iterator[None]:
+    """A block that writes results: what the disk refuses is a sentence, and no cell's failure."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in _DISK:
+            raise
+        raise StorageError(
+            f"results_dir={root}: cannot be written ({e.strerror}); what was finished is stored, and the same command "
+            "goes on from there"
+        ) from None
 
 
-_KEPT_LOADED: dict[str, Any] = {}
-_KEPT_DOCUMENTS: dict[str, list[Document]] = {}
+def _compared_with(cell: Cell) -> str | None:
+    """The id of the full-cache cell that ``cell`` is compared with."""
+    if not cell.task.needs_reference or cell.budget is None:
+        return None
+    return cell.full.id
 
 
-def _load_model(cell: Cell) -> Loaded:
-    """The cell's model; one at a time is kept, for the next cell."""
-    assert cell.model is not None
-    key = f"{cell.model.identity()} {cell.device}"
-    if key not in _KEPT_LOADED:
-        _KEPT_LOADED.clear()
-        _KEPT_LOADED[key] = cell.model.load(cell.device)
-        _warm_up(_KEPT_LOADED[key])
-    loaded: Loaded = _KEPT_LOADED[key]
-    return loaded
+def with_references(cells: Iterable[Cell]) -> list[Cell]:
+    """The cells, and before each that needs it the full-cache cell it is compared with; every one once."""
+    found: dict[str, Cell] = {}
+    given = list(cells)
+    asked = {cell.id for cell in given}
+    for cell in given:
+        if cell.task.needs_reference and cell.budget is not None and cell.full.id not in asked:
+            found.setdefault(cell.full.id, cell.full)
+        found.setdefault(cell.id, cell)
+    return list(found.values())
 
 
-def _warm_up(loaded: Loaded) -> None:
-    """A few tokens through the machinery, so that the first cell's speed is not that of compiling the scan."""
-    import torch
-
-    from tova import EvictingCache, policies
-    from tova.limits import positions, vocabulary
-    from tova.measures import AttentionMeasures, token_nll
-
-    ids = torch.arange(2, 18)[: positions(loaded.model)].unsqueeze(0) % (vocabulary(loaded.model) or 18)
-    token_nll(loaded.model, ids, EvictingCache(policies.Tova(budget=4), observers=[AttentionMeasures()]))
+def _alike(a: Cell, b: Cell) -> bool:
+    """Whether two cells can be rows of one batch: all but policy, budget and intervals is the same."""
+    if (a.budget is None) != (b.budget is None):
+        return False
+    apart = ("policy", "budget", "evict_every", "code")
+    kept = [{k: v for k, v in c.identity.items() if k not in apart} | {"task": c.config["task"]} for c in (a, b)]
+    return kept[0] == kept[1]
 
 
-def _load_documents(cell: Cell) -> list[Document]:
-    """The cell's documents; kept likewise."""
-    assert cell.dataset is not None
-    key = str(cell.dataset.identity())
-    if key not in _KEPT_DOCUMENTS:
-        _KEPT_DOCUMENTS.clear()
-        _KEPT_DOCUMENTS[key] = cell.dataset.load()
-    return _KEPT_DOCUMENTS[key]
+def _check_rows(folder: CellFolder, documents: list[Document]) -> None:
+    """Stored rows must be of the documents as they are."""
+    for row in folder.rows():
+        index = row["index"]
+        there = documents[index] if index < len(documents) else None
+        if there is None or there.name != row["document"] or row.get("text_sha256", there.sha256) != there.sha256:
+            raise UsageError(
+                f"{folder.path}: holds a row of document {index}, {row['document']}, which is not that document any "
+                "more; delete the folder and run the same command again"
+            )
 
 
 def _what(cell: Cell) -> Row:
@@ -213,49 +358,74 @@ def _what(cell: Cell) -> Row:
     return {
         "task": cell.task.name,
         "budget_requested": None if cell.budget is None else cell.budget.value,
+        "prompt_requested": None if cell.prompt is None else cell.prompt.value,
         "model": None if cell.model is None else cell.model.label,
         "model_note": None if cell.model is None else cell.model.note,
         "dataset": None if cell.dataset is None else cell.dataset.label,
     }
 
 
-def provenance(cell: Cell) -> Row:
-    """Versions, git hash, model and data identity: what it takes to know where a number came from."""
-    row: Row = {"git": git_hash(), **versions()}
+def columns(cell: Cell) -> Row:
+    """What is known of a cell before it is measured, as columns of a frame; options of groups are dotted."""
+    row = {"policy": cell.policy_label, **_what(cell), "evict_every": cell.evict_every, "prefill": cell.prefill}
     if cell.model is not None:
-        row |= {"model_identity": cell.model.identity(), "device": cell.device}
-        if cell.dataset is not None:
-            row["dataset_identity"] = cell.dataset.identity()
+        row["device"] = cell.device
+    for group in ("model", "dataset", "policy", "task"):
+        options = cell.config.get(group)
+        for name, value in options.items() if isinstance(options, dict) else ():
+            if name not in ("_target_", "started") and not (group in ("model", "dataset") and not cell.task.uses_model):
+                row[f"{group}.{name}"] = value
     return row
 
 
-@lru_cache(maxsize=1)
-def versions() -> dict[str, str]:
-    """Of Python and of the libraries that make the numbers."""
-    found = {"python": sys.version.split()[0]}
-    for package in ("tova", "torch", "transformers", "numba"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
+def _for_people(cell: Cell) -> dict[str, Any]:
+    """The configuration as W&B shows it: names, not class paths."""
+    config = {k: v for k, v in cell.config.items() if k not in ("tracking", "results_dir", "launcher", "retry")}
+    for group, part in (
+        ("policy", cell.policy_class),
+        ("model", cell.model),
+        ("dataset", cell.dataset),
+        ("task", cell.task),
+    ):
+        if isinstance(config.get(group), dict):
+            name = part.name if group in ("policy", "task") else getattr(part, "label", None)  # type: ignore[union-attr]
+            options = {k: v for k, v in config[group].items() if k != "_target_"}
+            config[group] = {"name": name, **options}
+    return {**config, "identity": cell.identity}
+
+
+def _provenances(rows: list[Row]) -> Row:
+    """Where the rows of a cell came from; several values stand beside each other."""
+    found: Row = {}
+    named = (
+        "git",
+        "python",
+        "tova",
+        "torch",
+        "transformers",
+        "numba",
+        "numpy",
+        "code",
+        "device",
+        "device_name",
+        "dtype",
+    )
+    for name in named:
+        values = list(dict.fromkeys(str(row[name]) for row in rows if row.get(name) is not None))
+        if values:
+            found[name] = ", ".join(values)
+    for name in ("model_identity", "dataset_identity"):
+        if name in rows[0]:
+            found[name] = rows[0][name]
     return found
 
 
-@lru_cache(maxsize=1)
-def git_hash() -> str:
-    """Of the project's checkout, with ``-dirty`` if tracked files were changed; ``unknown`` outside one."""
-    here = Path(__file__).parent
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude", "*"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() if done.returncode == 0 and done.stdout.strip() else "unknown"
+def reason_of(error: BaseException) -> str:
+    """Why something failed, in one line."""
+    said = " ".join(str(error).split())
+    if isinstance(error, UsageError):
+        return said
+    return f"{type(error).__name__}: {said}"[:500] if said else type(error).__name__
 
 
 def headline(summary: Row) -> str:

@@ -1,94 +1,360 @@
-"""What lasts longer than a cell: the progress display of this process, and the report at the end."""
+"""A command: the cells it asks for, run here or by workers elsewhere, and the report at the end."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
+import json
+import shlex
+import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from experiments import options, planning
 from experiments.cells import Cell
 from experiments.progress import Progress
-from experiments.store import Sweep, frame
+from experiments.runner import Outcome, Runner, StorageError, columns, storing, with_references
+from experiments.store import DONE, FAILED, ROOT, CellFolder, Sweep, find_root, frame
+from experiments.tracking import Tracking
+from tova.errors import UsageError
 
-_current: Progress | None = None
-_cells: list[Cell] = []
-
-
-@dataclass(frozen=True)
-class Failed:
-    """What a cell returns that did not come to an end."""
-
-    error: Exception
+VOLATILE = ("results_dir", "tracking", "launcher", "retry", "sweep")
+"""Options that say how and where cells are run, and nothing about what comes out."""
 
 
 class CellsFailedError(Exception):
-    """Some cells of a sweep failed; the others are done and stored."""
+    """Some cells failed; the others are done and stored."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a command's cells are run; from the configuration, checked.
+
+    Attributes:
+        root: where results go.
+        mode, project: of W&B.
+        name: the sweep's.
+        retry: run the sweep's failed cells and no others.
+        launcher: ``local``, or what other processes are started by, with its options.
+        changed: overrides on the command line that change an experiment's cells.
+        command: what to type to go on.
+    """
+
+    root: Path
+    mode: str
+    project: str
+    name: str
+    retry: bool
+    launcher: dict[str, Any]
+    changed: tuple[str, ...] = ()
+    command: str = ""
+
+
+def settings(config: DictConfig, overrides: Sequence[str] = (), typed: Sequence[str] = ()) -> Settings:
+    """Those of a composed configuration.
+
+    Raises:
+        UsageError: an option is not what it must be.
+    """
+    retry = config.get("retry")
+    if retry is not None:
+        options.one_of("retry", retry, ["failed"])
+    launcher = OmegaConf.to_container(config.launcher, resolve=True)
+    if not isinstance(launcher, dict):
+        raise UsageError(f"launcher={options.shown(launcher)}: must be local, joblib or slurm")
+    for group in ("tracking", "sweep"):
+        if not isinstance(config.get(group), DictConfig):
+            raise UsageError(f"{group}={options.shown(config.get(group))}: is a group of options; set one of its own")
+    asked = any(word.lstrip("+~").startswith("experiment=") for word in overrides)
+    changed = [
+        word
+        for word in overrides
+        if not word.lstrip("+~").startswith(("experiment=", *VOLATILE)) and not word.startswith("task.together=")
+    ]
+    return Settings(
+        root=options.results_dir(config.results_dir),
+        mode=options.tracking_mode(config.tracking.mode),
+        project=options.tracking_project(config.tracking.project),
+        name=options.sweep_name(config.sweep.name),
+        retry=retry == "failed",
+        launcher={str(k): v for k, v in launcher.items()},
+        changed=tuple(changed) if asked else (),
+        command=f"{_program('python')} -m experiments.run {shlex.join(typed[1:])}",
+    )
+
+
+def planned(config: DictConfig) -> Cell:
+    """The cell of a composed configuration, without the options that say how it is run."""
+    content = {str(k): v for k, v in config.items_ex(resolve=False) if k not in ("hydra", "launcher")}
+    kept = OmegaConf.create(content)
+    assert isinstance(kept, DictConfig)
+    cell = planning.plan(kept)
+    return dataclasses.replace(cell, config={k: v for k, v in cell.config.items() if k not in VOLATILE})
+
+
+def stored(config: dict[str, Any]) -> Cell:
+    """The cell of a configuration as :func:`planned` leaves it, from a file."""
+    whole = OmegaConf.create({**planning._default(), **config})
+    assert isinstance(whole, DictConfig)
+    return planned(whole)
+
+
+def run_alone(config: DictConfig, *, plan: bool = False, typed: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Run the cell of a composed configuration; its summary."""
+    how = settings(config, (), typed)
+    how = dataclasses.replace(how, name="cell" if config.sweep.name == "sweep" else how.name)
+    return run([planned(config)], how, lone=True, plan=plan)
+
+
+def run(
+    cells: Sequence[Cell], how: Settings, *, lone: bool = False, plan: bool = False, hydra: Any = None
+) -> dict[str, Any] | None:
+    """Run cells to their ends and report; a lone cell's summary.
+
+    Args:
+        lone: a single cell that was asked for by itself; a line reports it.
+        plan: say what would be run and run nothing.
+        hydra: a launcher of Hydra's that is to start the workers.
+
+    Raises:
+        UsageError: nothing could be measured, for one reason.
+        CellsFailedError: some cells failed.
+    """
+    from experiments import schedule, tracking
+
+    if plan:
+        schedule.show(cells, how)
+        return None
+    tracking.check(how.mode)
+    wanted = [cell.id for cell in cells]
+    every = with_references(cells)
+    for cell in every:
+        CellFolder(how.root, cell.id).check(cell)
+    sweep = Sweep(how.root, f"{how.name}-{_hash(sorted(wanted))}")
+    names = names_of(every)
+    todo = _failed(every, how.root, sweep) if how.retry else every
+    with _nothing_left_behind(sweep):
+        with storing(how.root):
+            for cell in todo if how.retry else ():
+                (CellFolder(how.root, cell.id).path / "failed.json").unlink(missing_ok=True)
+            sweep.begin(
+                [
+                    {
+                        "id": c.id,
+                        "name": names[c.id],
+                        "asked": c.id in wanted,
+                        "options": columns(c),
+                        "config": c.config,
+                    }
+                    for c in every
+                ],
+                name=how.name,
+                overrides=list(how.changed),
+                command=how.command,
+            )
+        try:
+            if how.launcher.get("name") == "local" and hydra is None:
+                outcomes = _here(todo, names, how, sweep)
+            else:
+                from experiments import launchers
+
+                outcomes = launchers.run(todo, names, how, sweep, hydra)
+        except KeyboardInterrupt:
+            _say_how_far(every, how)
+            raise
+        _raise_if_nothing_worked(outcomes, every, how.root)
+    if lone:
+        _report_one(cells[0], how.root, sweep, outcomes)
+        folder = CellFolder(how.root, cells[0].id)
+        return folder.summary() if folder.done else None
+    report(sweep)
+    _raise_if_some_failed(every, names, how.root, outcomes)
+    return None
+
+
+def _here(cells: Sequence[Cell], names: dict[str, str], how: Settings, sweep: Sweep) -> dict[str, Outcome]:
+    with Progress(len(cells)) as progress:
+        tracking = Tracking(how.mode, how.project, how.root, sweep.id, sweep.path / "tracked", progress.say)
+        return Runner(how.root, cells, names, progress, tracking).run()
+
+
+def names_of(cells: Sequence[Cell]) -> dict[str, str]:
+    """Id -> what to call a cell: all that tells it from the others."""
+    import pandas as pd
+
+    from experiments.report import names
+
+    titles = [cell.title for cell in cells]
+    if len(set(titles)) < len(titles):
+        titles = list(names(pd.DataFrame([{"cell": cell.id, **columns(cell)} for cell in cells])))
+    return {cell.id: title for cell, title in zip(cells, titles, strict=True)}
+
+
+def _failed(cells: Sequence[Cell], root: Path, sweep: Sweep) -> list[Cell]:
+    found = [cell for cell in cells if CellFolder(root, cell.id).failed]
+    if not found:
+        raise UsageError(f"retry=failed: no cell of the sweep {sweep.id} has failed")
+    return found
 
 
 @contextlib.contextmanager
-def use(progress: Progress, cells: Iterable[Cell]) -> Iterator[None]:
-    """Let cells that run in this process report to ``progress``, and know which others are to be run."""
-    global _current, _cells
-    _current, _cells = progress, list(cells)
+def _nothing_left_behind(sweep: Sweep) -> Iterator[None]:
+    """A block whose UsageError leaves no trace of a sweep that was new."""
+    new = not sweep.path.exists()
+    missing = [p for p in (sweep.path, *sweep.path.parents) if not p.exists()]
     try:
         yield
-    finally:
-        _current, _cells = None, []
+    except StorageError:
+        raise
+    except UsageError:
+        if new:
+            shutil.rmtree(sweep.path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                for folder in missing[1:]:
+                    folder.rmdir()
+        raise
 
 
-def run_cell(config: DictConfig) -> dict[str, Any]:
-    """Run the cell of a composed configuration; in a sweep it reports to the sweep's progress."""
-    from experiments.planning import plan
-    from experiments.runner import Runner
-    from experiments.tracking import check_mode
+def _raise_if_nothing_worked(outcomes: dict[str, Outcome], cells: Sequence[Cell], root: Path) -> None:
+    """One mistake that is the reason for all there is not, is answered like one that was found before."""
+    errors = [outcome.error for outcome in outcomes.values() if outcome.error is not None]
+    mistakes = {str(e) for e in errors if isinstance(e, UsageError)}
+    folders = [CellFolder(root, cell.id) for cell in cells]
+    if len(mistakes) != 1 or len(mistakes) != len({str(e) for e in errors}):
+        return
+    if all(outcome.status == FAILED for outcome in outcomes.values()) and not any(f.done or f.rows() for f in folders):
+        for folder in folders:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise next(e for e in errors if isinstance(e, UsageError))
 
-    cell = plan(config)
-    check_mode(config.tracking.mode)
-    root = Path(config.results_dir)
-    if _current is not None:
-        return Runner(root, _current, config.sweep.id, tuple(_cells)).run(cell)
-    with Progress(1) as progress:
-        summary = Runner(root, progress, config.sweep.id).run(cell)
-    if config.sweep.id is None:
-        if (description := cell.task.describe(summary)) is not None:
-            print(description)
-        print(f"results in {root / cell.id}")
-    return summary
+
+def _raise_if_some_failed(
+    cells: Sequence[Cell], names: dict[str, str], root: Path, outcomes: dict[str, Outcome]
+) -> None:
+    states = {cell.id: CellFolder(root, cell.id).status for cell in cells}
+    failed = [names[i] for i, status in states.items() if status == FAILED]
+    missing = [names[i] for i, status in states.items() if status not in (DONE, FAILED)]
+    said = []
+    if failed:
+        said.append(f"{len(failed)} of {len(cells)} cells failed: {_some(failed)}; retry=failed runs them again")
+    if missing:
+        said.append(f"{len(missing)} of {len(cells)} cells were broken off: {_some(missing)}; the same command goes on")
+    if said:
+        raise CellsFailedError(". ".join(said))
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"[{name}]" if "," in name else name for name in names[:most]) + more
+
+
+def _report_one(cell: Cell, root: Path, sweep: Sweep, outcomes: dict[str, Outcome]) -> None:
+    folder = CellFolder(root, cell.id)
+    if not folder.done:
+        failure = folder.failure() if folder.failed else {"reason": "broken off", "traceback": ""}
+        if failure["traceback"]:
+            print(failure["traceback"], file=sys.stderr)
+        raise CellsFailedError(f"{cell.title} failed: {failure['reason']}; retry=failed runs it again")
+    if (description := cell.task.describe(folder.summary())) is not None:
+        print(description)
+    print(f"results in {folder.path}")
+    print(f"pandas     {frame_call(sweep)}")
 
 
 def report(sweep: Sweep) -> None:
-    """Print the tables of a finished sweep and say where everything is; write them beside it."""
+    """Print the tables of a sweep and say where everything is; write them beside it."""
     from rich.console import Console
 
-    from experiments.report import console_table, long_table, write_report
-    from experiments.report.table import groups
+    from experiments.report import console_report, write_report
 
     cells = frame(sweep.id, sweep.root)
-    paths = write_report(cells, sweep.path)
-    out = Console(width=None if sys.stdout.isatty() else 120)
-    for title, group in groups(cells):
-        out.print()
-        out.print(console_table(title, group))
-        out.print(f"\nevery cell ({len(group)})")
-        out.print(long_table(group).to_string(index=False), highlight=False, markup=False, soft_wrap=True)
-    wandb = Path(sys.executable).parent / "wandb"
-    program = str(wandb.relative_to(Path.cwd())) if wandb.is_relative_to(Path.cwd()) else "wandb"
+    with storing(sweep.root):
+        paths = write_report(cells, sweep.path)
+    Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(console_report(cells))
     lines = [
         ("table", str(paths["table"])),
         ("figure", f"{paths['figure']}  (xdg-open or open)"),
-        (
-            "pandas",
-            f"import experiments; experiments.frame({sweep.id!r})   # one row per cell; also {paths['cells'].name}",
-        ),
+        ("pandas", f"{frame_call(sweep)}   # one row per cell; also {paths['cells'].name}"),
     ]
     if (sweep.root / "wandb").exists():
-        lines.append(("terminal", f"{program} leet {sweep.root}/wandb"))
-        lines.append(("account", f"{program} sync {sweep.root}/wandb/offline-run-*   # optional, needs `wandb login`"))
-    out.print()
+        program = _program("wandb")
+        lines.append(("terminal", f"{program} leet {shlex.quote(str(sweep.root / 'wandb'))}"))
+        where = "" if sweep.root == ROOT else f" {shlex.quote(str(sweep.root))}"
+        lines.append(("account", f"{_program('python')} -m experiments.sync{where}   # optional, needs `wandb login`"))
+    print()
     for name, text in lines:
-        out.print(f"{name:<9} {text}", highlight=False, markup=False, soft_wrap=True)
+        print(f"{name:<9} {text}")
+
+
+def frame_call(sweep: Sweep) -> str:
+    """What to type for a sweep's frame, from anywhere the default would find it; else with the folder."""
+    found = find_root().resolve() == sweep.root.resolve()
+    root = "" if found else f", root={str(sweep.root.resolve())!r}"
+    return f"import experiments; experiments.frame({sweep.id!r}{root})"
+
+
+def _program(name: str) -> str:
+    """A program of this environment, as it is typed here."""
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        return name
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _say_how_far(cells: Sequence[Cell], how: Settings) -> None:
+    done = sum(CellFolder(how.root, cell.id).done for cell in cells)
+    print(f"interrupted: {done} of {len(cells)} cells are done; to go on:\n{how.command}", file=sys.stderr)
+
+
+def _hash(ids: list[str]) -> str:
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:8]
+
+
+# -- workers -------------------------------------------------------------------------------------------------
+
+
+def work_of(config: DictConfig) -> int:
+    """The part of a worker that a launcher of Hydra's has started."""
+    from experiments import launchers
+
+    return launchers.work(Path(config.results_dir), config.sweep.id, config.sweep.worker)
+
+
+def work(root: Path, sweep_id: str, share: Sequence[str], how: Settings, log: Path, threads: int | None) -> int:
+    """A worker's part: its share of a sweep's cells first, then whatever nobody has begun.
+
+    Args:
+        root: results.
+        share: ids of the cells it begins with.
+        log: where its lines go.
+        threads: of torch; None leaves its choice.
+
+    Returns:
+        How many cells this process, or others meanwhile, brought to an end.
+    """
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    sweep = Sweep(root, sweep_id)
+    entries = {entry["id"]: entry for entry in sweep.content()["cells"]}
+    cells = []
+    for cell_id in [*share, *(i for i in entries if i not in set(share))]:
+        cell = stored(entries[cell_id]["config"])
+        if cell.id != cell_id:
+            raise UsageError(
+                f"{entries[cell_id]['name']}: its code, model or data are not the same here as where the sweep was "
+                "begun; start it again"
+            )
+        cells.append(cell)
+    names = {i: entry["name"] for i, entry in entries.items()}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as lines, Progress(len(cells), lines) as progress:
+        tracking = Tracking(how.mode, how.project, root, sweep.id, sweep.path / "tracked", progress.say)
+        return len(Runner(root, cells, names, progress, tracking).run())

@@ -1,25 +1,35 @@
 """Results on disk: a folder per cell, written so that nothing half-written is ever read as a result.
 
-results/runs/<cell>/config.yaml       the resolved configuration, written first
-                    documents.jsonl   a row per document, as it finishes
+results/runs/<cell>/config.yaml       what determines the result, and the resolved configuration; written first
+                    rows/<n>.json     document n, as it finishes; later all of them are
+                    documents.jsonl   a row per document
                     arrays/<n>.npz    per-token figures of document n
                     summary.json      written last: a cell that has it is done
+                    failed.json       instead of it, where the cell cannot be measured: why
+                    claim-<n>.json    while somebody works on it
 results/runs/_sweeps/<sweep>/         which cells a sweep is made of, its table and its figure
+
+A document's row is a file that is made once and never again, so however many processes measure a document by mistake,
+it counts once.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments import claims
+from experiments.files import Scratch, sweep_up, write_atomically
 from tova.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +39,10 @@ if TYPE_CHECKING:
 
 ROOT = Path("results/runs")
 SWEEPS = "_sweeps"
+FORMAT = 3
+"""Of the files; raise it when they change their meaning or their names."""
+
+DONE, FAILED, INTERRUPTED, RUNNING, PENDING = "done", "failed", "interrupted", "running", "pending"
 
 
 class CellFolder:
@@ -42,52 +56,100 @@ class CellFolder:
     def done(self) -> bool:
         return (self.path / "summary.json").exists()
 
+    @property
+    def failed(self) -> bool:
+        return not self.done and (self.path / "failed.json").exists()
+
+    @property
+    def status(self) -> str:
+        """done, failed, running (somebody is at it), interrupted (somebody was), or pending (nobody was)."""
+        if self.done:
+            return DONE
+        if self.failed:
+            return FAILED
+        owner = claims.holder(self.path)
+        if owner is not None and owner.alive:
+            return RUNNING
+        if owner is not None or (self.path / "config.yaml").exists():
+            return DONE if self.done else INTERRUPTED
+        return PENDING
+
+    def claim(self) -> claims.Claim | claims.Owner:
+        """The right to work on it, or who has it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        claim = claims.take(self.path)
+        if isinstance(claim, claims.Claim):
+            sweep_up(self.path)
+        return claim
+
     def begin(self, cell: Cell) -> None:
-        """Write the configuration, unless an earlier attempt has."""
+        """Write the configuration, unless an earlier attempt has; an earlier failure is forgotten."""
         import yaml
 
-        self.path.mkdir(parents=True, exist_ok=True)
-        stored = {"identity": cell.identity, "config": cell.config}
+        stored = {"format": FORMAT, "identity": _plain(cell.identity), "config": cell.config}
         if not (self.path / "config.yaml").exists():
-            write_atomically(self.path / "config.yaml", yaml.safe_dump(stored, sort_keys=False))
+            write_atomically(self.path / "config.yaml", yaml.safe_dump(stored, sort_keys=False, allow_unicode=True))
+        (self.path / "failed.json").unlink(missing_ok=True)
 
     def forget_if_empty(self) -> None:
-        """Remove the folder if no document was finished in it."""
-        if self.path.exists() and not (self.path / "documents.jsonl").exists():
-            shutil.rmtree(self.path)
+        """Remove the folder if no document was finished in it, nor its failure kept."""
+        if self.path.exists() and not (self.rows() or self.done or self.failed):
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One per finished document, in the order they finished."""
+        """One per finished document, in the documents' order."""
+        rows: dict[int, dict[str, Any]] = {}
         path = self.path / "documents.jsonl"
-        if not path.exists():
-            return []
-        rows = []
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
-            try:
-                row = json.loads(line)
-                row["document"], row["index"]
-            except (json.JSONDecodeError, KeyError, TypeError) as e:
-                raise self._corrupt(path, f"line {number} is not a document's row") from e
-            rows.append(row)
-        return rows
+        if path.exists():
+            for number, line in enumerate(self._text(path).splitlines(), start=1):
+                row = self._row(path, line, f"line {number} is")
+                if row["index"] in rows:
+                    raise self._corrupt(path, f"line {number} is document {row['index']} once more")
+                rows[row["index"]] = row
+        for path in sorted((self.path / "rows").glob("*.json")):
+            row = self._row(path, self._text(path), "it is")
+            rows.setdefault(row["index"], row)
+        return [rows[index] for index in sorted(rows)]
+
+    def _row(self, path: Path, text: str, what: str) -> dict[str, Any]:
+        try:
+            row = json.loads(text)
+            index, _, cell = row["index"], row["document"], row["cell"]
+        except (ValueError, KeyError, TypeError) as e:
+            raise self._corrupt(path, f"{what} not a document's row") from e
+        if cell != self.id:
+            raise self._corrupt(path, f"{what} a row of another cell, {cell}")
+        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            raise self._corrupt(path, f"{what} not a document's row")
+        assert isinstance(row, dict)
+        return row
 
     def append(self, row: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Add a finished document; the row is written after its arrays, so a row means both are there."""
-        folder = self.path / "arrays"
-        folder.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".npz", delete=False) as f:
-            np.savez(f, allow_pickle=False, **arrays)
-        os.replace(f.name, self._arrays(row["index"]))
-        lines = [json.dumps(r, allow_nan=True) for r in [*self.rows(), row]]
-        write_atomically(self.path / "documents.jsonl", "\n".join(lines) + "\n")
+        """Add a finished document, unless it is there; the row is written after its arrays, so a row means both are."""
+        for name in ("arrays", "rows"):
+            (self.path / name).mkdir(exist_ok=True)
+        buffer = io.BytesIO()
+        np.savez(buffer, allow_pickle=False, **arrays)
+        path = self.path / "rows" / f"{row['index']:04d}.json"
+        with Scratch(path) as scratch:
+            scratch.write(json.dumps({"cell": self.id, **row}, allow_nan=True) + "\n")
+            if path.exists():
+                return
+            write_atomically(self._arrays(row["index"]), buffer.getvalue())
+            try:
+                os.link(scratch.path, path)
+            except FileExistsError:
+                return
+            except OSError:  # a file system without hard links
+                scratch.replace()
 
     def arrays(self, index: int) -> dict[str, np.ndarray]:
         """Per-token figures of document ``index``."""
         path = self._arrays(index)
         try:
-            with np.load(path) as stored:
+            with np.load(path, allow_pickle=False) as stored:
                 return {name: stored[name] for name in stored.files}
-        except Exception as e:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
             raise self._corrupt(path, f"not readable ({type(e).__name__})") from e
 
     def _arrays(self, index: int) -> Path:
@@ -95,18 +157,39 @@ class CellFolder:
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary: from now on the cell is done."""
+        lines = [json.dumps(row, allow_nan=True) for row in self.rows()]
+        write_atomically(self.path / "documents.jsonl", "\n".join(lines) + "\n")
+        summary = {"format": FORMAT, "cell": self.id, **summary}
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+        shutil.rmtree(self.path / "rows", ignore_errors=True)
+
+    def fail(self, reason: str, trace: str, provenance: dict[str, Any], again: bool = False) -> None:
+        """Write that it cannot be measured, and why; ``again`` where it was not the cell's fault."""
+        found: dict[str, Any] = {"format": FORMAT, "cell": self.id, "reason": reason, "again": again, "when": _now()}
+        found |= {**provenance, "traceback": trace}
+        write_atomically(self.path / "failed.json", json.dumps(found, indent=1) + "\n")
 
     def summary(self) -> dict[str, Any]:
         """The stored summary of a cell that is done."""
-        path = self.path / "summary.json"
-        try:
-            summary = json.loads(path.read_text())
-            if not isinstance(summary, dict):
-                raise ValueError
-        except (OSError, ValueError) as e:
-            raise self._corrupt(path, "not readable as a summary") from e
+        summary = self._object(self.path / "summary.json", "a summary")
+        del summary["format"], summary["cell"]
         return summary
+
+    def failure(self) -> dict[str, Any]:
+        """Why a cell failed: ``reason``, ``when``, ``traceback`` and where."""
+        return self._object(self.path / "failed.json", "a failure")
+
+    def _object(self, path: Path, what: str) -> dict[str, Any]:
+        try:
+            found = json.loads(self._text(path))
+            if not isinstance(found, dict):
+                raise ValueError
+        except ValueError as e:
+            raise self._corrupt(path, f"not readable as {what}") from e
+        self._check_format(path, found)
+        if found.get("cell") != self.id or len(found) < 4:
+            raise self._corrupt(path, f"not {what} of this cell")
+        return found
 
     def config(self) -> dict[str, Any]:
         """The stored identity and resolved configuration."""
@@ -114,33 +197,56 @@ class CellFolder:
 
         path = self.path / "config.yaml"
         try:
-            stored = yaml.safe_load(path.read_text())
+            stored = yaml.safe_load(self._text(path))
             stored["identity"], stored["config"]
-        except (OSError, yaml.YAMLError, KeyError, TypeError) as e:
+        except (yaml.YAMLError, KeyError, TypeError) as e:
             raise self._corrupt(path, "not readable as a configuration") from e
+        self._check_format(path, stored)
         return stored
 
-    def check(self) -> None:
-        """Read everything there is; raises if anything is corrupt."""
+    def check(self, cell: Cell | None = None) -> None:
+        """Read everything there is; raises if anything is corrupt, or another cell's."""
         if (self.path / "config.yaml").exists():
-            self.config()
-        for row in self.rows():
+            stored = self.config()
+            if cell is not None and stored["identity"] != _plain(cell.identity):
+                raise self._corrupt(self.path / "config.yaml", "this is the configuration of another cell")
+        rows = self.rows()
+        for row in rows:
             self.arrays(row["index"])
         if self.done:
-            self.summary()
+            documents = self.summary().get("documents", 1)
+            if len(rows) != documents:
+                raise self._corrupt(self.path, f"its summary is of {documents} documents, and there are {len(rows)}")
+        elif self.failed:
+            self.failure()
+
+    def _text(self, path: Path) -> str:
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise self._corrupt(path, f"not readable ({getattr(e, 'strerror', None) or type(e).__name__})") from e
+
+    def _check_format(self, path: Path, found: dict[str, Any]) -> None:
+        there = found.get("format")
+        if isinstance(there, int) and there > FORMAT:
+            raise UsageError(
+                f"{path}: written by a later version (format {there}; this one reads {FORMAT}); use that version, or "
+                "another results_dir"
+            )
+        if there != FORMAT:
+            raise self._corrupt(path, f"not of format {FORMAT}")
 
     def _corrupt(self, path: Path, why: str) -> UsageError:
         return UsageError(f"{path}: {why}; delete the folder {self.path} and run the same command again")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file whole or not at all, however the process ends."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.chmod(f.name, 0o644)
-    os.replace(f.name, path)
+def _plain(identity: dict[str, Any]) -> Any:
+    """As it comes back from a file."""
+    return json.loads(json.dumps(identity, default=str))
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 class Sweep:
@@ -151,54 +257,107 @@ class Sweep:
         self.root = Path(root)
         self.path = self.root / SWEEPS / sweep_id
 
-    def begin(self, cell_ids: Iterable[str]) -> None:
-        """Say which cells belong to it, in order; an earlier run of the same sweep is replaced."""
+    def begin(self, cells: Sequence[dict[str, Any]], **more: Any) -> None:
+        """Say which cells belong to it, in order; an earlier run of the same sweep is replaced.
+
+        Args:
+            cells: per cell ``id``, ``name`` (for people), ``options`` (columns of the frame) and ``config``.
+            more: what else there is to know: the command, its overrides.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        content = {"cells": list(dict.fromkeys(cell_ids)), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        content = {"format": FORMAT, "started": _now(), **more, "cells": list(cells)}
         write_atomically(self.path / "cells.json", json.dumps(content, indent=1) + "\n")
 
-    def cells(self) -> list[CellFolder]:
+    def content(self) -> dict[str, Any]:
+        """What :meth:`begin` wrote."""
         path = self.path / "cells.json"
         try:
-            ids = json.loads(path.read_text())["cells"]
+            content = json.loads(path.read_text())
+            for entry in content["cells"]:
+                entry["id"], entry["options"]
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise UsageError(f"{path}: not readable; run the sweep again to have it written anew") from e
-        return [CellFolder(self.root, cell_id) for cell_id in ids]
+        assert isinstance(content, dict)
+        return content
+
+    def cells(self) -> list[CellFolder]:
+        return [CellFolder(self.root, entry["id"]) for entry in self.content()["cells"]]
 
 
-def find_sweep(sweep: str | None = None, root: Path | str = ROOT) -> Sweep:
-    """The sweep called ``sweep`` (its id, or the name it starts with), by default the latest one."""
-    folder = Path(root) / SWEEPS
-    found = [p for p in folder.glob("*") if (p / "cells.json").exists()] if folder.exists() else []
+def find_sweep(sweep: str | None = None, root: Path | str | None = None) -> Sweep:
+    """The sweep called ``sweep`` (its id, or the name it starts with), by default the latest one.
+
+    By name, a sweep that an experiment's file describes goes before one that other options were given for.
+    """
+    root = find_root() if root is None else Path(root)
+    folder = root / SWEEPS
+    there = [p for p in folder.glob("*") if (p / "cells.json").exists()] if folder.exists() else []
+    found = there
     if sweep is not None:
-        found = [p for p in found if p.name == sweep] or [p for p in found if p.name.rsplit("-", 1)[0] == sweep]
+        found = [p for p in there if p.name == sweep]
+        if not found:
+            named = [p for p in there if p.name.rpartition("-")[0] == sweep]
+            found = [p for p in named if not Sweep(root, p.name).content().get("overrides")] or named
     if not found:
-        there = sorted(p.name for p in folder.glob("*")) if folder.exists() else []
-        raise UsageError(
-            f"no sweep{'' if sweep is None else f' {sweep!r}'} under {folder}; there are: {', '.join(there) or 'none'}"
-        )
+        names = ", ".join(sorted(p.name for p in there)) or "none"
+        which = "" if sweep is None else f" {sweep!r}"
+        raise UsageError(f"no sweep{which} under {folder.absolute()}; there are: {names}")
     latest = max(found, key=lambda p: (p / "cells.json").stat().st_mtime_ns)
     return Sweep(root, latest.name)
 
 
-def frame(sweep: str | None = None, root: Path | str = ROOT) -> pd.DataFrame:
-    """One row per finished cell of a sweep, by default the latest: what it is, and its summary."""
+def find_root() -> Path:
+    """Where results are: ``results/runs`` here, in a folder above (a notebook's), or of this checkout."""
+    here = Path.cwd()
+    places = [here, *here.parents, Path(__file__).resolve().parent.parent]
+    return next((p / ROOT for p in places if (p / ROOT / SWEEPS).is_dir()), here / ROOT)
+
+
+def frame(sweep: str | None = None, root: Path | str | None = None) -> pd.DataFrame:
+    """One row per cell of a sweep, by default the latest: what it is, its status, and its figures once it is done.
+
+    Args:
+        sweep: its id or name.
+        root: the results folder; by default the one of this folder, of one above it, or of the checkout.
+
+    Returns:
+        Columns ``cell``, ``status`` (done, failed, running, interrupted, pending), ``reason``, what the cell is, and
+        its figures; figures of cells that are not done are NaN.
+    """
     import pandas as pd
 
+    found = find_sweep(sweep, root)
     rows = []
-    for folder in find_sweep(sweep, root).cells():
-        if folder.done:
-            rows.append({"cell": folder.id, **folder.summary()})
+    for entry in found.content()["cells"]:
+        folder = CellFolder(found.root, entry["id"])
+        status, reason = folder.status, ""
+        row: dict[str, Any] = dict(entry["options"])
+        if status == DONE:
+            row |= folder.summary()
+        elif status == FAILED:
+            reason = folder.failure()["reason"]
+        elif status in (RUNNING, INTERRUPTED):
+            reason = _how_far(folder, status)
+        rows.append({"cell": folder.id, "status": status, "reason": reason, **row})
     return pd.DataFrame(rows)
 
 
-def latest_or_published(name: str, root: Path | str = ROOT) -> tuple[pd.DataFrame, str]:
+def _how_far(folder: CellFolder, status: str) -> str:
+    owner = claims.holder(folder.path)
+    by = f" by {owner}" if owner is not None else ""
+    done = len(folder.rows())
+    if status == RUNNING:
+        return f"being measured{by}"
+    return f"broken off{by} after {done} documents" if done != 1 else f"broken off{by} after 1 document"
+
+
+def latest_or_published(name: str, root: Path | str | None = None) -> tuple[pd.DataFrame, str]:
     """The frame of the latest sweep called ``name``, or the committed one of ``results/name``; and where it is from."""
     import pandas as pd
 
     try:
         sweep = find_sweep(name, root)
-        return frame(sweep.id, root), f"{sweep.path}"
+        return frame(sweep.id, sweep.root), f"{sweep.path}"
     except UsageError:
         published = Path(__file__).resolve().parent.parent / "results" / name / "cells.csv"
         if not published.exists():
@@ -206,11 +365,27 @@ def latest_or_published(name: str, root: Path | str = ROOT) -> tuple[pd.DataFram
         return pd.read_csv(published), f"results/{name}/cells.csv"
 
 
-def documents(sweep: str | None = None, root: Path | str = ROOT) -> pd.DataFrame:
+def documents(sweep: str | None = None, root: Path | str | None = None) -> pd.DataFrame:
     """One row per finished document of every cell of a sweep, by default the latest."""
     import pandas as pd
 
     rows = []
     for folder in find_sweep(sweep, root).cells():
-        rows += [{"cell": folder.id, **row} for row in folder.rows()]
+        rows += folder.rows()
     return pd.DataFrame(rows)
+
+
+def same_figures(a: dict[str, Any], b: dict[str, Any], besides: Iterable[str] = ()) -> list[str]:
+    """Names of the figures in which two rows differ; NaN is NaN, times and provenance apart."""
+    left_out = {"seconds", "tokens_per_second", "when", *besides}
+    return [k for k in sorted({*a, *b} - left_out) if not _equal(a.get(k), b.get(k))]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
+        return True
+    if isinstance(a, dict) and isinstance(b, dict):
+        return not same_figures(a, b)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)

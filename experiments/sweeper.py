@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn
-from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
-from experiments import session
+from experiments import options, session
 from experiments.cells import Cell
-from experiments.planning import plan
-from experiments.progress import Progress
-from experiments.store import CellFolder, Sweep
-from experiments.tracking import check_mode
 from tova.errors import UsageError
 
 
@@ -33,75 +23,68 @@ class CellSweeper(Sweeper):
     - every cell is composed and checked before the first one runs, so one bad value costs nothing;
     - choices that come to the same cell (``full`` at any budget) run once;
     - nothing but results is written;
+    - cells run here, or are shared out among the workers that ``launcher`` starts;
     - when all are through, the table, the figure and the folders are reported, whatever the launcher.
     """
+
+    plan: ClassVar[bool] = False
+    typed: ClassVar[Sequence[str]] = ()
 
     def __init__(self, params: dict[str, str] | None = None) -> None:
         self._params = params or {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self._context = hydra_context
-        self._config = config
-        self._launcher: Launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
+        self._context, self._task, self._config = hydra_context, task_function, config
 
     def sweep(self, arguments: list[str]) -> Any:
         from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
         loader = self._context.config_loader
-        choices = [f"{key}={values}" for key, values in self._params.items()]
+        choices = options.relaxed([f"{key}={values}" for key, values in self._params.items()])
         parsed = OverridesParser.create(config_loader=loader).parse_overrides([*choices, *arguments])
         jobs = BasicSweeper.split_arguments(parsed, None)[0]
+        _check_same_for_all(jobs)
         cells: dict[str, Cell] = {}
-        overrides: dict[str, list[str]] = {}
+        first: DictConfig | None = None
         for job in jobs:
-            cell = plan(_without_hydra(loader.load_sweep_config(self._config, list(job))))
+            config = loader.load_sweep_config(self._config, list(job))
+            first = config if first is None else first
+            cell = session.planned(config)
             cells.setdefault(cell.id, cell)
-            overrides.setdefault(cell.id, list(job))
-        first = next(iter(cells.values()))
-        check_mode(first.config["tracking"]["mode"])
-        root = Path(first.config["results_dir"])
-        for cell_id in cells:
-            CellFolder(root, cell_id).check()
-        sweep = Sweep(root, f"{self._config.sweep.name}-{_hash(sorted(cells))}")
-        sweep.begin(cells)
-        with Progress(len(cells)) as progress, session.use(progress, cells.values()):
-            jobs = [[*overrides[cell_id], f"sweep.id={sweep.id}"] for cell_id in cells]
-            returns = self._launcher.launch(jobs, initial_job_idx=0)
-        _raise_failures(returns, [cell.title for cell in cells.values()])
-        session.report(sweep)
-        return returns
+        assert first is not None
+        how = session.settings(first, arguments, self.typed)
+        return session.run(list(cells.values()), how, plan=self.plan, hydra=self._hydra_launcher())
 
-
-def _without_hydra(config: DictConfig) -> DictConfig:
-    with open_dict(config):
-        config.pop("hydra", None)
-    return config
-
-
-def _hash(ids: list[str]) -> str:
-    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:8]
-
-
-def _raise_failures(returns: Sequence[JobReturn], titles: list[str]) -> None:
-    failures = []
-    for title, done in zip(titles, returns, strict=True):
-        if isinstance(done.return_value, session.Failed):
-            if isinstance(done.return_value.error, UsageError):
-                raise done.return_value.error
-            failures.append((title, done.return_value.error))
-    if failures:
-        for title, error in failures:
-            trace = "".join(traceback.format_exception(error))
-            print(f"{title} failed:\n{trace}")
-        raise session.CellsFailedError(
-            f"{len(failures)} of {len(titles)} cells failed: {', '.join(t for t, _ in failures)}"
+    def _hydra_launcher(self) -> Any:
+        """A launcher of Hydra's that was asked for; None for its own, which would run one cell after the other."""
+        if self._config.hydra.launcher._target_.endswith("BasicLauncher"):
+            return None
+        return Plugins.instance().instantiate_launcher(
+            hydra_context=self._context, task_function=self._task, config=self._config
         )
 
 
-def register() -> None:
-    """Make ``hydra/sweeper=cells`` known."""
+def _check_same_for_all(jobs: Sequence[Sequence[str]]) -> None:
+    """How a sweep is run cannot be swept over."""
+    found: dict[str, set[str]] = {}
+    for job in jobs:
+        for word in job:
+            key, _, value = word.lstrip("+").partition("=")
+            if key.split(".")[0] in session.VOLATILE:
+                found.setdefault(key, set()).add(value)
+    for key, values in found.items():
+        if len(values) > 1:
+            raise UsageError(f"{key}={','.join(sorted(values))}: has one value for a whole sweep")
+
+
+def register(*, plan: bool = False, typed: Sequence[str] = ()) -> None:
+    """Make ``hydra/sweeper=cells`` known.
+
+    Args:
+        plan: say what would be run and run nothing.
+        typed: the command line.
+    """
+    CellSweeper.plan, CellSweeper.typed = plan, tuple(typed)
     plugins = Plugins.instance()
     plugins.register(CellSweeper)
     # Hydra instantiates plugins of a package called hydra_plugins only; one more top-level folder for one class would

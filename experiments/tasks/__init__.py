@@ -28,6 +28,7 @@ class Context:
         reference: per-token figures of the model that forgets nothing, by a document's index.
         advance: report progress, in tokens out of ``expect``'s.
         expect: say how many tokens there are to do.
+        smaller: halve what is optional about the memory needed so many times: it was too much before.
     """
 
     cell: Cell
@@ -37,6 +38,7 @@ class Context:
     reference: Callable[[int], dict[str, np.ndarray]]
     advance: Callable[[float], None]
     expect: Callable[[float], None]
+    smaller: int = 0
 
 
 class Task(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments import options
 from experiments.lengths import prompt_tokens
+from experiments.memory import free_bytes
 from experiments.tasks import Context, Row
 from tova.errors import UsageError
 
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from tova import EvictingCache
     from tova.measures import AttentionMeasures, AttentionReport
     from tova.observers import Seen
+    from tova.policies import Policy
+
+
+USUAL_CHUNK = 128
+"""Queries per block, from which chunks are halved where memory is short."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,8 @@ class Perplexity:
 
     The same settings on one machine give the same bits. ``batch_size``, ``together``, ``chunk`` and ``scan`` decide
     how matrix products round: with others the decisions are the same but for near-ties, and losses to 1e-4 of a nat
-    where none fell otherwise (docs/numerics.md says what was measured).
+    where none fell otherwise (docs/numerics.md says what was measured). So what is said for them is part of a
+    result's address.
 
     Args:
         measures: also measure the attention; costs about one more full attention and all keys of a document.
@@ -51,14 +58,39 @@ class Perplexity:
     uses_model = True
     needs_reference = True
     length = None
+    halvings = 3
+    """How often chunks may be halved where memory is short."""
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.together, int) and not isinstance(self.together, bool) and self.together >= 1
-        if not whole and self.together != "auto":
-            raise UsageError(f"task.together={self.together}: must be auto, or an integer of at least 1")
+        from tova.scan import SCANS
+
+        options.boolean("task.measures", self.measures)
+        options.integer("task.batch_size", self.batch_size, 1)
+        if self.together != "auto":
+            options.integer("task.together", self.together, 1, instead="auto")
+        if self.chunk is not None:
+            options.integer("task.chunk", self.chunk, 1, instead="null")
+        options.one_of("task.scan", self.scan, SCANS)
+
+    def check(self, cell: Cell, policy: Policy) -> None:
+        """Whether the scan asked for can run the policy there."""
+        if self.scan not in ("auto", "reference"):
+            import torch
+
+            from tova.scan import select
+
+            dtype = getattr(torch, str(getattr(cell.model, "dtype", "float32")), torch.float32)
+            try:
+                select(self.scan, policy, torch.device(cell.device), dtype)
+            except UsageError as e:
+                raise UsageError(f"task.{e}") from e
 
     def identity(self) -> dict[str, Any]:
-        return {"name": self.name, "measures": self.measures}
+        rounding = {"batch_size": 1, "chunk": None, "scan": "auto"}
+        given = {name: getattr(self, name) for name, usual in rounding.items() if getattr(self, name) != usual}
+        if self.together not in ("auto", 1):
+            given["together"] = self.together
+        return {"name": self.name, "measures": self.measures, **given}
 
     def at_once(self, cell: Cell) -> int:
         if isinstance(self.together, int):
@@ -100,7 +132,7 @@ class Perplexity:
 
     def _that_fit(self, loaded: Loaded, tokens: int, rows: int) -> int:
         """How many rows of so many tokens fit into half the memory that is free; at least 1."""
-        free = _free_bytes(loaded.model.device)
+        free = free_bytes(loaded.model.device)
         if free is None:
             return rows
         config = loaded.model.config.get_text_config()
@@ -120,6 +152,9 @@ class Perplexity:
         batch, tokens = ids.shape
         cells = [context.cell for context in contexts]
         prompt = prompt_tokens(cells[0].prompt, tokens)
+        chunk = self.chunk
+        if smaller := contexts[0].smaller:
+            chunk = max(8, (self.chunk or USUAL_CHUNK) >> smaller)
         ticker = _Ticker(contexts[0], loaded.model.config.num_hidden_layers)
         measures = [AttentionMeasures() if self.measures else None for _ in cells]
         caches = [
@@ -129,7 +164,7 @@ class Perplexity:
                 evict_every=cell.evict_every,
                 observers=[o for o in (measure, ticker) if o is not None],
                 scan=self.scan,
-                chunk=self.chunk,
+                chunk=chunk,
             )
             for cell, measure in zip(cells, measures, strict=True)
         ]
@@ -143,6 +178,8 @@ class Perplexity:
             which, within = (0, r) if len(cells) == 1 else (r, 0)
             row = self._row(cells[which], caches[which], measures[which], within, tokens, prompt)
             row |= {"seconds": seconds, "tokens_per_second": tokens / seconds}
+            if smaller:
+                row["chunk"] = chunk  # other chunks round otherwise: a row says so
             row["context_exceeded"] = loaded.context is not None and tokens > loaded.context
             yield row, {"nll": nll[r]}
 
@@ -237,18 +274,6 @@ def encode(loaded: Loaded, text: str, tokens: int | None, name: str) -> torch.Te
     except UsageError as e:
         raise UsageError(f"document {name}: {e}") from e
     return found
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Memory that is free where the model is; None where the machine does not say."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _batches(order: list[int], ids: dict[int, torch.Tensor], size: int) -> Iterator[list[int]]:

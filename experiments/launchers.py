@@ -1,0 +1,406 @@
+"""Workers elsewhere: processes of this machine (joblib) or jobs of a cluster (SLURM), watched from here.
+
+A sweep's folder says all there is to know, so a worker is told no more than where it is and which share is its own.
+Workers share cells out among themselves by claims; who starts them only watches, and says what became of those that
+ended otherwise than by finishing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from experiments import claims, options, schedule
+from experiments.cells import Cell
+from experiments.files import write_atomically
+from experiments.progress import Progress
+from experiments.runner import Outcome, headline
+from experiments.store import DONE, FAILED, CellFolder, Sweep
+from tova.errors import UsageError
+
+if TYPE_CHECKING:
+    from experiments.session import Settings
+
+POLL = 1.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker, as it is sent to another process or machine.
+
+    Args:
+        root, sweep: where results are, absolute, and which sweep.
+        number: of its share.
+    """
+
+    root: str
+    sweep: str
+    number: int
+
+    def __call__(self) -> int:
+        return work(Path(self.root), self.sweep, self.number)
+
+    def checkpoint(self) -> Any:
+        """A cluster's job that is queued again begins like a new one: what is stored is skipped."""
+        import submitit
+
+        return submitit.helpers.DelayedSubmission(self)
+
+
+def work(root: Path, sweep_id: str, number: int) -> int:
+    """A worker's part of a sweep: how many cells came to an end."""
+    from experiments.session import Settings, work
+
+    path = Sweep(root, sweep_id).path
+    orders = json.loads((path / "workers.json").read_text())
+    if (cards := orders["gpus_here"]) > 1:
+        import torch
+
+        torch.cuda.set_device(number % cards)
+    how = Settings(root, orders["mode"], orders["project"], orders["name"], False, orders["launcher"])
+    log = path / "logs" / f"worker-{number}.log"
+    return work(root, sweep_id, orders["shares"][number], how, log, orders["threads"])
+
+
+class Crew(Protocol):
+    """Workers that were started."""
+
+    def over(self) -> bool:
+        """Whether all have ended."""
+        ...
+
+    def state(self) -> str:
+        """What they are at, in a line; empty if there is nothing to say."""
+        ...
+
+    def end_of(self, owner: claims.Owner) -> str:
+        """How the worker that held a claim came to its end."""
+        ...
+
+    def stop(self) -> str:
+        """The user wants no more: what that means here."""
+        ...
+
+
+def run(
+    cells: Sequence[Cell], names: dict[str, str], how: Settings, sweep: Sweep, hydra: Any = None
+) -> dict[str, Outcome]:
+    """Have the cells measured by workers; returns when all is over.
+
+    Args:
+        hydra: a launcher of Hydra's that is to start them, instead of what ``how`` says.
+
+    Raises:
+        UsageError: workers cannot be started.
+    """
+    todo = [cell for cell in cells if not CellFolder(how.root, cell.id).done]
+    if not todo:
+        return watch(cells, names, how.root, None)
+    if hydra is not None:
+        return watch(cells, names, how.root, _hydra(todo, how, sweep, hydra))
+    starters = {"joblib": _joblib, "slurm": _slurm}
+    start = starters[options.one_of("launcher", how.launcher.get("name"), starters)]
+    return watch(cells, names, how.root, start(todo, how, sweep))
+
+
+def watch(
+    cells: Sequence[Cell], names: dict[str, str], root: Path, crew: Crew | None, every: float = POLL
+) -> dict[str, Outcome]:
+    """Say what becomes of cells until the crew is gone; the outcome of those that came to an end."""
+    outcomes: dict[str, Outcome] = {}
+    said = ""
+    with Progress(len(cells)) as progress:
+        try:
+            while True:
+                last = crew is None or crew.over()
+                for cell in cells:
+                    if cell.id not in outcomes and (found := _outcome(root, cell.id)) is not None:
+                        outcomes[cell.id], line = found
+                        progress.finish(names[cell.id], line, worked=False)
+                if last:
+                    break
+                if crew is not None and (state := crew.state()) != said:
+                    said = state
+                    progress.say(state)
+                time.sleep(every)
+        except KeyboardInterrupt:
+            if crew is not None:
+                progress.say(crew.stop())
+            raise
+        for cell in cells:
+            if cell.id not in outcomes and crew is not None:
+                _lost(cell, names, root, crew, progress)
+    return outcomes
+
+
+def _outcome(root: Path, cell_id: str) -> tuple[Outcome, str] | None:
+    folder = CellFolder(root, cell_id)
+    if folder.done:
+        return Outcome(DONE), headline(folder.summary())
+    if folder.failed and not folder.failure().get("again"):
+        return Outcome(FAILED), f"failed: {folder.failure()['reason']}"
+    return None
+
+
+def _lost(cell: Cell, names: dict[str, str], root: Path, crew: Crew, progress: Progress) -> None:
+    """Write down what became of a cell whose worker died; the same command tries it again."""
+    folder = CellFolder(root, cell.id)
+    owner = claims.holder(folder.path)
+    if owner is None or owner.alive and owner.pid == os.getpid():
+        return
+    reason = f"broken off: {crew.end_of(owner)}"
+    folder.fail(reason, "", {}, again=True)
+    progress.finish(names[cell.id], f"failed: {reason}", worked=False)
+
+
+def _orders(
+    cells: Sequence[Cell], how: Settings, sweep: Sweep, workers: int, threads: int | None, gpus: int
+) -> list[Worker]:
+    shares = schedule.shares(cells, workers, how.root)
+    orders = {
+        "shares": [[cell.id for cell in share] for share in shares],
+        "mode": how.mode,
+        "project": how.project,
+        "name": how.name,
+        "launcher": how.launcher,
+        "threads": threads,
+        "gpus_here": gpus,
+    }
+    write_atomically(sweep.path / "workers.json", json.dumps(orders, indent=1) + "\n")
+    return [Worker(str(how.root.resolve()), sweep.id, number) for number in range(len(shares))]
+
+
+# -- this machine --------------------------------------------------------------------------------------------
+
+
+class _Processes:
+    """Workers in processes of this machine; a pool that a killed worker broke is started again."""
+
+    def __init__(self, workers: list[Worker], logs: Path) -> None:
+        self._workers, self._logs = workers, logs
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        import joblib
+        from joblib.externals.loky.process_executor import TerminatedWorkerError
+
+        for _ in range(3):
+            try:
+                joblib.Parallel(n_jobs=len(self._workers), backend="loky")(joblib.delayed(w)() for w in self._workers)
+                self._error = None
+                return
+            except TerminatedWorkerError as e:
+                self._error = e
+            except BaseException as e:
+                self._error = e
+                return
+            if self._stopped:
+                return
+
+    def over(self) -> bool:
+        if self._thread.is_alive():
+            return False
+        from tova.errors import UsageError
+
+        if isinstance(self._error, UsageError):
+            raise self._error
+        return True
+
+    def state(self) -> str:
+        return f"{len(self._workers)} workers at it; their logs: {self._logs}"
+
+    def end_of(self, owner: claims.Owner) -> str:
+        return f"{owner} was killed, for want of memory perhaps; its log is in {self._logs}"
+
+    def stop(self) -> str:
+        from joblib.externals.loky import get_reusable_executor
+
+        self._stopped = True
+        with contextlib.suppress(Exception):
+            get_reusable_executor().shutdown(wait=False, kill_workers=True)
+        return "workers are stopped"
+
+
+def _joblib(cells: Sequence[Cell], how: Settings, sweep: Sweep) -> Crew:
+    _require("joblib", "launcher=joblib", "parallel")
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = torch.cuda.device_count() if any(cell.device.startswith("cuda") for cell in cells) else 0
+    wanted = how.launcher.get("workers")
+    workers = gpus or max(1, cores // 2) if wanted is None else options.integer("launcher.workers", wanted, 1, 1024)
+    threads = how.launcher.get("threads")
+    threads = max(1, cores // workers) if threads is None else options.integer("launcher.threads", threads, 1)
+    return _Processes(_orders(cells, how, sweep, workers, threads, gpus), sweep.path / "logs")
+
+
+# -- any launcher of Hydra's -----------------------------------------------------------------------------------
+
+
+class _Launched:
+    """Workers that a launcher of Hydra's has started; it returns when they have ended."""
+
+    def __init__(self, launch: Any, logs: Path) -> None:
+        self._logs = logs
+        self._error: BaseException | None = None
+
+        def work() -> None:
+            try:
+                launch()
+            except BaseException as e:
+                self._error = e
+
+        self._thread = threading.Thread(target=work, name="launcher", daemon=True)
+        self._thread.start()
+
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def state(self) -> str:
+        return f"workers' logs: {self._logs}"
+
+    def end_of(self, owner: claims.Owner) -> str:
+        said = "" if self._error is None else f" ({type(self._error).__name__}: {self._error})"
+        return f"{owner} did not finish{said}; its log is in {self._logs}"
+
+    def stop(self) -> str:
+        return "workers that were started elsewhere may go on"
+
+
+def _hydra(cells: Sequence[Cell], how: Settings, sweep: Sweep, launcher: Any) -> Crew:
+    workers = _orders(cells, how, sweep, how.launcher.get("workers") or min(8, len(cells)), None, 0)
+    given = [[f"results_dir='{w.root}'", f"sweep.id='{w.sweep}'", f"sweep.worker={w.number}"] for w in workers]
+    return _Launched(lambda: launcher.launch(given, initial_job_idx=0), sweep.path / "logs")
+
+
+# -- SLURM ---------------------------------------------------------------------------------------------------
+
+
+class _Jobs:
+    """Jobs of a SLURM array."""
+
+    def __init__(self, array: str, ids: list[str], folder: Path) -> None:
+        self._array, self._ids, self._folder = array, ids, folder
+        self._asked = 0.0
+        self._states: dict[str, str] = dict.fromkeys(ids, "PENDING")
+        self._fails = 0
+
+    def _look(self) -> None:
+        if time.monotonic() - self._asked < 2:
+            return
+        self._asked = time.monotonic()
+        listed = _ask("squeue", "-h", "-r", "-j", self._array, "-o", "%i|%T|%R")
+        if listed is None:  # none of them is known any more, or the controller does not answer
+            self._fails += 1
+            if self._fails < 3 and _ask("sinfo", "-h") is None:
+                return
+            listed = ""
+        self._fails = 0
+        self._states = {}
+        for line in listed.splitlines():
+            job, state, why = line.split("|", 2)
+            self._states[job] = f"{state} {why}" if state == "PENDING" else state
+
+    def over(self) -> bool:
+        self._look()
+        return not any(job in self._states for job in self._ids)
+
+    def state(self) -> str:
+        self._look()
+        counts: dict[str, int] = {}
+        for job in self._ids:
+            state = self._states.get(job, "ended").lower()
+            counts[state] = counts.get(state, 0) + 1
+        return f"job {self._array}: " + ", ".join(f"{n} {state}" for state, n in counts.items())
+
+    def end_of(self, owner: claims.Owner) -> str:
+        log = self._folder / f"{owner.job}_0_log.err"
+        what = f"job {owner.job} on {owner.host} ended"
+        found = _ask("sacct", "-n", "-P", "-X", "-j", owner.job or "", "-o", "State,ExitCode")
+        if found and found.strip():
+            state, _, code = found.strip().splitlines()[-1].partition("|")
+            what = f"job {owner.job} on {owner.host} ended as {state} ({code})"
+            if (
+                owner.job
+                and "OUT_OF_ME" not in state
+                and (whole := _ask("sacct", "-n", "-P", "-j", owner.job, "-o", "State"))
+            ):
+                what += ", over its memory" if "OUT_OF_ME" in whole else ""
+        return f"{what}; its log is {log}"
+
+    def stop(self) -> str:
+        return (
+            f"job {self._array} goes on without this terminal; to stop it: scancel {self._array}; the same command "
+            "looks on, and takes part"
+        )
+
+
+def _ask(*command: str) -> str | None:
+    """What a program of SLURM says; None if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _slurm(cells: Sequence[Cell], how: Settings, sweep: Sweep) -> Crew:
+    _require("submitit", "launcher=slurm", "cluster")
+    import shutil
+
+    import submitit
+
+    if shutil.which("sbatch") is None:
+        raise UsageError(
+            "launcher=slurm: there is no sbatch here; run it where jobs are submitted, or use launcher=local"
+        )
+    given = how.launcher
+    jobs = given.get("jobs")
+    jobs = min(16, (len(cells) + 1) // 2) if jobs is None else options.integer("launcher.jobs", jobs, 1, 10_000)
+    workers = _orders(cells, how, sweep, jobs, None, 0)
+    folder = (sweep.path / "jobs").resolve()
+    executor = submitit.AutoExecutor(
+        folder=folder,
+        cluster="slurm",
+        slurm_max_num_timeout=options.integer("launcher.requeues", given.get("requeues"), 0, 1000),
+    )
+    parameters = {
+        "name": f"tova-{sweep.id}"[:60],
+        "timeout_min": options.integer("launcher.minutes", given.get("minutes"), 1),
+        "cpus_per_task": options.integer("launcher.cpus", given.get("cpus"), 1, 4096),
+        "mem_gb": given.get("memory_gb"),
+        "gpus_per_node": given.get("gpus"),
+        "slurm_partition": given.get("partition"),
+        "slurm_account": given.get("account"),
+        "slurm_qos": given.get("qos"),
+        "slurm_array_parallelism": options.integer("launcher.at_once", given.get("at_once"), 1, 10_000),
+        "slurm_setup": list(given.get("setup") or []) or None,
+        "slurm_additional_parameters": dict(given.get("more") or {}) or None,
+    }
+    executor.update_parameters(**{k: v for k, v in parameters.items() if v is not None})
+    try:
+        with executor.batch():
+            started = [executor.submit(worker) for worker in workers]
+        ids = [job.job_id for job in started]
+    except Exception as e:
+        lines = [line for line in str(getattr(e, "stderr", "") or e).splitlines() if line.strip()]
+        raise UsageError(f"launcher=slurm: sbatch refused ({lines[-1].strip() if lines else type(e).__name__})") from e
+    return _Jobs(ids[0].split("_")[0], ids, folder)
+
+
+def _require(package: str, what: str, extra: str) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(f"{what}: needs {package}, which is not installed; pip install -e '.[{extra}]'")
