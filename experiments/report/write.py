@@ -15,7 +15,7 @@ def write_report(frame: pd.DataFrame, folder: Path) -> dict[str, Path]:
     """Write ``table.md``, ``figure.png`` and ``cells.csv`` into ``folder``; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = {"table": folder / "table.md", "figure": folder / "figure.png", "cells": folder / "cells.csv"}
+    write_atomically(paths["cells"], frame.to_csv(index=False))
     write_atomically(paths["table"], markdown(frame))
     paths["figure"].write_bytes(png(figure(frame)))
-    write_atomically(paths["cells"], frame.to_csv(index=False))
     return paths
