@@ -51,7 +51,7 @@ def files(modules: Iterable[str]) -> dict[str, Path]:
 
 @lru_cache(maxsize=1)
 def _engine() -> tuple[str, ...]:
-    """All of tova but the single policies."""
+    """All of tova but the single policies, and how many tokens a budget comes to."""
     root = _own("tova")
     assert root is not None
     names = []
@@ -60,7 +60,7 @@ def _engine() -> tuple[str, ...]:
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         if not name.startswith("tova.policies."):
             names.append(name)
-    return (*names, "tova.policies.base")
+    return (*names, "tova.policies.base", "experiments.lengths")
 
 
 @lru_cache(maxsize=1024)

@@ -308,9 +308,11 @@ def find_sweep(sweep: str | None = None, root: Path | str | None = None) -> Swee
 
 def find_root() -> Path:
     """Where results are: ``results/runs`` here, in a folder above (a notebook's), or of this checkout."""
+    if (ROOT / SWEEPS).is_dir():
+        return ROOT
     here = Path.cwd()
-    places = [here, *here.parents, Path(__file__).resolve().parent.parent]
-    return next((p / ROOT for p in places if (p / ROOT / SWEEPS).is_dir()), here / ROOT)
+    places = [*here.parents, Path(__file__).resolve().parent.parent]
+    return next((p / ROOT for p in places if (p / ROOT / SWEEPS).is_dir()), ROOT)
 
 
 def frame(sweep: str | None = None, root: Path | str | None = None) -> pd.DataFrame:
