@@ -112,7 +112,17 @@ GROUPS = ("policy", "model", "dataset", "task")
 """Each is a class with its parameters."""
 CHOSEN = (*GROUPS, "launcher")
 """Groups of which one file must be chosen."""
+FIRST = {"tracking": "mode", "sweep": "name"}
+"""Options that hold others, and the first of these."""
 TRACKING = ("offline", "online", "disabled")
+
+
+def several(key: str, value: Any) -> UsageError:
+    """The sentence for a value where there are several options."""
+    meant = value if isinstance(value, str) and value not in ("", "null") else "..."
+    return UsageError(
+        f"{key}={shown(value)}: {key} is several options; one of them is set as {key}.{FIRST[key]}={meant}"
+    )
 
 
 def tracking_mode(value: Any) -> str:
@@ -159,7 +169,7 @@ def results_dir(value: Any) -> Path:
         raise UsageError(f"results_dir={shown(value)}: must be the path of a folder, as results_dir=results/runs")
     path = Path(value).expanduser()
     try:
-        there = next(p for p in (path, *path.absolute().parents) if p.exists() or p.is_symlink())
+        there = next(p for p in (path, *path.parents, *path.absolute().parents) if p.exists() or p.is_symlink())
     except OSError as e:
         raise UsageError(f"results_dir={shown(value)}: {e.strerror or e}") from e
     if not there.is_dir():
@@ -201,6 +211,8 @@ def relaxed(words: Sequence[str], own: Iterable[str] = ()) -> list[str]:
             _no_flag(word, flags)
         if match := re.fullmatch(rf"\+?\+?((?:{'|'.join(GROUPS)})\.[\w.]*\w=.*)", word, re.DOTALL):
             word = f"++{match[1]}"
+        elif match := re.fullmatch(rf"\+?\+?({'|'.join(FIRST)})=(?!\{{)(.*)", word, re.DOTALL):
+            raise several(match[1], None if match[2] == "null" else match[2])
         elif match := re.fullmatch(rf"({'|'.join(CHOSEN)}|experiment|hydra/\w+)=.*", word, re.DOTALL):
             _check_choice(match[1], word)
         found.append(word)

@@ -101,9 +101,7 @@ def _check_names(config: Any) -> None:
             raise UsageError(unknown(str(key)))
         elif isinstance(default[key], dict):
             if not isinstance(value, dict):
-                first = next(iter(default[key]))
-                one = f"{key}.{first}={value if isinstance(value, str) else '...'}"
-                raise UsageError(f"{key}={shown(value)}: {key} is several options; one of them is set as {one}")
+                raise options.several(key, value)
             for name in value:
                 if name not in default[key]:
                     raise UsageError(unknown(f"{key}.{name}"))
@@ -138,7 +136,7 @@ def _check_prompt(prefill: Any, prompt: Length | None, policy_class: type[Policy
     if policy_class.prompt_only and prefill != "one_shot":
         raise UsageError(
             f"policy={policy_class.name}: selects once, at the end of a prompt; add prefill=one_shot and prompt=..., "
-            "or leave it out: policy=glob(*,exclude=*_prefill) is all the others"
+            "or leave it out: 'policy=glob(*,exclude=*_prefill)' is all the others"
         )
 
 

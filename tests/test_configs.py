@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.errors import MissingConfigException
 
 from experiments import sweeper
 from experiments.lengths import budget_of
@@ -62,16 +64,47 @@ def test_is_documented(file: Path) -> None:
         assert explained >= len(own)
 
 
+def test_files_say_only_what_is_their_own() -> None:
+    """What files of a group share stands in one file, which is no choice of its own."""
+    common = {path.stem: yaml.safe_load(path.read_text()) for path in CONF.glob("*_common.yaml")}
+    assert set(common["policy_common"]) == {"sinks", "recent_window", "per_head", "layer_budgets"}
+    for name, shared in common.items():
+        files = {p: yaml.safe_load(p.read_text()) for p in (CONF / name.removesuffix("_common")).glob("*.yaml")}
+        users = {p: file for p, file in files.items() if f"/{name}@_here_" in file.get("defaults", [])}
+        assert len(users) > 1
+        for path, file in users.items():
+            repeated = [k for k, v in shared.items() if k in file and file[k] == v]
+            assert not repeated, f"{path} repeats {repeated}"
+    for path in (CONF / "policy").glob("*.yaml"):
+        assert "/policy_common@_here_" in yaml.safe_load(path.read_text())["defaults"]
+        composed = compose("config", [f"policy={path.stem}"]).policy
+        assert set(common["policy_common"]) <= set(composed)
+    with pytest.raises(MissingConfigException, match="policy/policy_common"):
+        compose("config", ["policy=policy_common"])
+
+
+def test_all_of_a_policys_options_are_in_its_file() -> None:
+    """So that --cfg job shows them; and with the defaults that the class has, or null."""
+    from tova.policies import POLICIES
+
+    for name, policy in POLICIES.items():
+        composed = compose("config", [f"policy={name}"]).policy
+        for f in dataclasses.fields(policy):
+            if f.init and f.name not in ("budget", "layer", "num_layers"):
+                assert composed[f.name] in (None, f.default), f"{name}.{f.name}"
+
+
 def test_what_determines_the_result_decides_the_address() -> None:
     def cell(*words: str) -> str:
         return plan(compose("config", ["model=random_llama", *words])).id
 
     base = cell()
-    same = ["results_dir=elsewhere", "tracking.mode=disabled", "task.batch_size=2", "task.chunk=64", "sweep.name=x"]
+    same = ["results_dir=elsewhere", "tracking.mode=disabled", "sweep.name=x", "task.batch_size=1", "task.scan=auto"]
     for word in same:
         assert cell(word) == base, word
     other = ["policy=h2o", "budget=128", "model.seed=1", "model.dtype=bfloat16", "dataset.tokens=100"]
     other += ["dataset.documents=1", "task.measures=false", "evict_every=4", "policy=window", "prompt=100"]
+    other += ["task.batch_size=2", "task.chunk=64", "task.scan=reference"]  # they round otherwise
     other += ["policy.sinks=4", "policy.layer_budgets=linear:4", "policy=tova_head", "policy.per_head=true"]
     found = {word: cell(word) for word in other}
     assert len({base, *found.values()}) == len(other) + 1
