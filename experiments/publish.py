@@ -1,18 +1,23 @@
 """``python -m experiments.publish NAME``: copy the latest sweep or benchmark of that name to ``results/NAME``.
 
-It is then there to be committed; README.md shows the table where it has a place for it.
+It is then there to be committed; README.md shows the table where it has a place for it. Published is what
+``experiment=NAME`` alone gives, complete: a sweep with other options beside it, or with cells that are not done, is
+refused.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
-from experiments.report import write_report
-from experiments.report.table import groups, wide_markdown
-from experiments.store import ROOT, documents, find_sweep, frame
+import pandas as pd
+
+from experiments.files import write_atomically
+from experiments.report import groups, wide_markdown, write_report
+from experiments.store import Sweep, documents, find_root, find_sweep, frame
 from tova.errors import UsageError
 
 PUBLISHED = Path(__file__).resolve().parent.parent / "results"
@@ -23,12 +28,9 @@ def publish(name: str) -> list[Path]:
     if name.startswith("bench_"):
         return _benchmark(name)
     sweep = find_sweep(name)
+    _refuse_another_grid(name, sweep)
     cells = frame(sweep.id, sweep.root)
-    unfinished = len(sweep.cells()) - len(cells)
-    if unfinished:
-        raise UsageError(
-            f"sweep {sweep.id}: {unfinished} of {len(sweep.cells())} cells are not done; run it to its end"
-        )
+    _refuse_unfinished(sweep, cells)
     folder = PUBLISHED / name
     paths = list(write_report(cells, folder).values())
     rows = documents(sweep.id, sweep.root)
@@ -41,11 +43,32 @@ def publish(name: str) -> list[Path]:
     return paths
 
 
+def _refuse_another_grid(name: str, sweep: Sweep) -> None:
+    """Raise unless the sweep is the experiment's own, with nothing else asked for."""
+    content = sweep.content()
+    again = f"run `python -m experiments.run experiment={name}` first"
+    if others := content.get("overrides"):
+        raise UsageError(f"sweep {sweep.id}: was run with {' '.join(others)} beside experiment={name}; {again}")
+    command = content.get("command")
+    if command is not None and f"experiment={name}" not in shlex.split(command):
+        raise UsageError(f"sweep {sweep.id}: bears the name but was not run as experiment={name}; {again}")
+
+
+def _refuse_unfinished(sweep: Sweep, cells: pd.DataFrame) -> None:
+    missing = cells["status"][cells["status"] != "done"].value_counts()
+    if len(missing):
+        which = ", ".join(f"{count} {status}" for status, count in missing.items())
+        raise UsageError(
+            f"sweep {sweep.id}: {int(missing.sum())} of {len(cells)} cells are not done ({which}); run it to its end"
+        )
+
+
 def _benchmark(name: str) -> list[Path]:
     """The latest run of a benchmark: its table and figure, and all its figures as JSON."""
-    runs = [p for p in ROOT.glob("*/summary.json") if json.loads(p.read_text()).get("task") == name]
+    root = find_root()
+    runs = [p for p in root.glob("*/summary.json") if _task(p) == name]
     if not runs:
-        raise UsageError(f"no finished {name} under {ROOT}; run `python -m experiments.run experiment={name}` first")
+        raise UsageError(f"no finished {name} under {root}; run `python -m experiments.run experiment={name}` first")
     latest = max(runs, key=lambda p: p.stat().st_mtime_ns).parent
     folder = PUBLISHED / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,6 +80,14 @@ def _benchmark(name: str) -> list[Path]:
     return paths
 
 
+def _task(summary: Path) -> str | None:
+    """Of a stored summary; None where it cannot be read: that is for its own cell to say."""
+    try:
+        return str(json.loads(summary.read_text())["task"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _into_readme(name: str, tables: str) -> Path | None:
     """Put a table where README.md has a place for it (between two comments that name it)."""
     path = PUBLISHED.parent / "README.md"
@@ -65,7 +96,7 @@ def _into_readme(name: str, tables: str) -> Path | None:
     if begin not in text:
         return None
     before, rest = text.split(begin)
-    path.write_text(f"{before}{begin}\n{tables}\n\n{end}{rest.split(end)[1]}")
+    write_atomically(path, f"{before}{begin}\n{tables}\n\n{end}{rest.split(end)[1]}")
     return path
 
 

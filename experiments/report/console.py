@@ -34,11 +34,15 @@ def console_report(frame: pd.DataFrame) -> RenderableType:
 def console_table(title: str, group: pd.DataFrame) -> RenderableType:
     """Budgets across, policies down, a table per measure, best in bold; what must be said beside them below."""
     from rich.console import Group
+    from rich.table import Table
     from rich.text import Text
 
     tables = [_measured(grid(group, measure)) for measure in measures(group)]
-    notes = [Text(f"- {note}") for note in footnotes(group)]
-    return Group(Text(title, style="bold"), *tables, *([Text(), *notes] if notes else []))
+    notes = Table.grid(padding=(0, 1, 0, 0))
+    for note in footnotes(group):
+        notes.add_row("-", Text(note))
+    below: list[RenderableType] = ["", notes] if notes.rows else []
+    return Group(Text(title, style="bold"), *tables, *below)
 
 
 def cell_lines(group: pd.DataFrame) -> RenderableType:

@@ -16,11 +16,14 @@ from experiments.report.measures import measures
 from experiments.report.table import Entry, Grid, footnotes, grid
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
 # Okabe and Ito's colours, told apart by colour-blind readers; markers say the same again.
 _LOOKS = {
+    "full": ("#000000", "o"),
     "tova": ("#D55E00", "o"),
     "h2o": ("#0072B2", "s"),
     "h2o_half": ("#56B4E9", "D"),
@@ -39,7 +42,7 @@ _DASHES = ("-", "--", ":", "-.")
 
 _WIDE = 3.0
 """From this ratio of the highest to the lowest figure on, an axis of losses is logarithmic."""
-_INCHES = 6.4, 4.4
+_INCHES = 6.8, 4.4
 _LETTER = 0.075
 """Inches a letter of the legend takes."""
 
@@ -51,13 +54,16 @@ def figure(frame: pd.DataFrame) -> Figure:
     """
     from matplotlib.figure import Figure
 
-    panels = groups(frame)
-    letters = max((len(str(row)) for _, group in panels for row in group["row"]), default=0)
-    width, height = _INCHES[0] + _LETTER * letters + 0.6, _INCHES[1] * max(1, len(panels))
+    panels = [(title, group, grid(group, measures(group)[0])) for title, group in groups(frame)]
+    entries = max((len(table.rows) for *_, table in panels), default=0)
+    letters = max((len(_label(table, row)) for *_, table in panels for row in table.rows), default=0)
+    width = _INCHES[0] + _LETTER * letters + 0.6
+    height = max(_INCHES[1], 0.18 * entries + 0.7) * max(1, len(panels))
     drawn = Figure(figsize=(width, height), layout="constrained", dpi=min(150, int(60_000 / height)))
     parts = drawn.subfigures(max(1, len(panels)), 1, squeeze=False)[:, 0]
-    for part, (title, group) in zip(parts, panels, strict=False):
-        _panel(part, title, group)
+    for part, (title, group, table) in zip(parts, panels, strict=False):
+        part.suptitle("\n".join(textwrap.wrap(title, 90)), fontsize=9, x=0.01, ha="left")
+        _panel(part, group, table)
     return drawn
 
 
@@ -68,9 +74,7 @@ def png(drawn: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _panel(part: SubFigure, title: str, group: pd.DataFrame) -> None:
-    table = grid(group, measures(group)[0])
-    part.suptitle("\n".join(textwrap.wrap(title, 90)), fontsize=9)
+def _panel(part: SubFigure, group: pd.DataFrame, table: Grid) -> None:
     budgets = [at for at in table.columns if at != NO_LIMIT]
     if not table.finite:
         axes = part.subplots()
@@ -79,7 +83,7 @@ def _panel(part: SubFigure, title: str, group: pd.DataFrame) -> None:
     elif len(budgets) > 1:
         _lines(part, budgets, table)
     else:
-        _dots(part.subplots(), budgets, table)
+        _dots(part, budgets, table)
 
 
 def _lines(part: SubFigure, budgets: list[str], table: Grid) -> None:
@@ -92,24 +96,25 @@ def _lines(part: SubFigure, budgets: list[str], table: Grid) -> None:
         sharex="col",
         sharey="row",
         squeeze=False,
-        width_ratios=[len(kind) for kind in kinds],
+        width_ratios=[max(len(kind), 0.4 * len(budgets)) for kind in kinds],
         height_ratios=None if breach is None else (1, 2),
     )
     looks = _looks([row for row in table.rows if row != FULL])
-    for (_, column), axes in np.ndenumerate(sides):
-        for row in sorted(looks, key=lambda row: -_last(table, row)):
-            at = [b for b in kinds[column] if math.isfinite(table.at(row, b).mean)]
+    rows = sorted(looks, key=lambda row: -_last(table, row))
+    for (level, column), axes in np.ndenumerate(sides):
+        for row in rows if breach is None else _of_level(table, rows, level, breach):
+            at = [b for b in kinds[column] if table.at(row, b).text]
             _draw(axes, [float(b) for b in at], [table.at(row, b) for b in at], label=_label(table, row), **looks[row])
         _full_line(axes, table)
         _budgets(axes, kinds[column])
     for axes, kind in zip(sides[-1], kinds, strict=True):
-        axes.set_xlabel(f"budget ({'share of the text' if float(kind[0]) < 1 else 'positions'} a layer may keep)")
+        axes.set_xlabel(f"budget ({'share of the text' if float(kind[0]) < 1 else 'positions a layer may keep'})")
     if breach is None:
         _figures(sides[0, 0], table, "y")
     else:
         _break(sides, breach)
     part.supylabel(table.measure.title, fontsize=10)
-    _legend(sides[0, -1])
+    _legend(part, sides[:, 0], table, rows)
 
 
 def _last(table: Grid, row: str) -> float:
@@ -119,13 +124,15 @@ def _last(table: Grid, row: str) -> float:
 
 
 def _draw(axes: Axes, x: list[float], entries: list[Entry], **looks: Any) -> None:
-    """A policy's line, with a bar where its seeds differ."""
-    spread = [0.0 if math.isnan(entry.spread) else entry.spread for entry in entries]
-    axes.errorbar(x, [entry.mean for entry in entries], yerr=spread if any(spread) else None, capsize=3, **looks)
+    """A policy's line, with a bar where its seeds differ and a gap where there is no figure."""
+    mean = [entry.mean if math.isfinite(entry.mean) else math.nan for entry in entries]
+    spread = [entry.spread if math.isfinite(entry.spread) else 0.0 for entry in entries]
+    axes.errorbar(x, mean, yerr=spread if any(spread) else None, capsize=3, **looks)
 
 
-def _dots(axes: Axes, budgets: list[str], table: Grid) -> None:
+def _dots(part: SubFigure, budgets: list[str], table: Grid) -> None:
     """A line per policy where there is one budget or none."""
+    axes = part.subplots()
     rows = [row for row in table.rows if row != FULL] or [FULL]
     for place, (row, looks) in enumerate(_looks(rows).items()):
         entry = next((table.at(row, at) for at in [*budgets, NO_LIMIT] if table.at(row, at).text), Entry("", math.nan))
@@ -138,13 +145,17 @@ def _dots(axes: Axes, budgets: list[str], table: Grid) -> None:
     if rows != [FULL]:
         _full_line(axes, table, upright=True)
     _figures(axes, table, "x")
-    _legend(axes)
+    _legend(part, [axes], table, [])
 
 
-def _legend(axes: Axes) -> None:
-    """Beside the plot: inside it covers lines."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0, frameon=False)
+def _legend(part: SubFigure, sides: Iterable[Axes], table: Grid, rows: list[str]) -> None:
+    """Beside the plot, since inside it would cover lines; in the order the lines end."""
+    handles: dict[str, Any] = {}
+    for axes in sides:
+        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    labels = [label for label in (_label(table, row) for row in [FULL, *rows]) if label in handles]
+    if labels:
+        part.legend([handles[label] for label in labels], labels, fontsize=8, loc="outside right upper", frameon=False)
 
 
 def _looks(rows: list[str]) -> dict[str, dict[str, Any]]:
@@ -240,10 +251,21 @@ def _breach(table: Grid) -> tuple[float, float] | None:
     return None
 
 
+def _of_level(table: Grid, rows: list[str], level: int, breach: tuple[float, float]) -> list[str]:
+    """The policies with a figure beyond the break (level 0) or before it; those with none are drawn all the same."""
+    kept = []
+    for row in rows:
+        found = [m for at in table.columns if math.isfinite(m := table.at(row, at).mean)]
+        if (max(found, default=0.0) >= breach[1]) if level == 0 else (min(found, default=0.0) <= breach[0]):
+            kept.append(row)
+    return kept
+
+
 def _break(sides: np.ndarray, breach: tuple[float, float]) -> None:
     """Give the upper row the figures beyond the break and the lower row those before it."""
     near, far = breach
     lowest, highest = sides[0, 0].dataLim.y0, sides[0, 0].dataLim.y1
+    room = min(0.1 * (highest - far), 0.5 * (far - near)) or 0.5 * (far - near)
     tick: dict[str, Any] = {
         "marker": [(-1, -0.6), (1, 0.6)],
         "markersize": 9,
@@ -253,7 +275,7 @@ def _break(sides: np.ndarray, breach: tuple[float, float]) -> None:
     }
     for upper, lower in sides.T:
         lower.set_ylim(lowest - 0.06 * (near - lowest), near + 0.06 * (near - lowest))
-        upper.set_ylim(max(near, far - 0.2 * (highest - far)), highest + 0.1 * (highest - far))
+        upper.set_ylim(far - room, highest + max(room, 0.08 * (highest - far)))
         upper.spines.bottom.set_visible(False)
         lower.spines.top.set_visible(False)
         upper.tick_params(axis="x", length=0)

@@ -11,7 +11,8 @@ import pandas as pd
 
 @dataclass(frozen=True)
 class Measure:
-    """One figure of a cell: its column in the frame, its name for people, whether less is better, its digits."""
+    """One figure of a cell: its column in the frame, its name for people, whether less is better (None: not known),
+    its digits (z: no minus before a zero)."""
 
     column: str
     title: str
@@ -22,32 +23,32 @@ class Measure:
     @property
     def last_digit(self) -> float:
         """What its last printed digit is worth."""
-        return 10.0 ** -int(self.form.strip("+.f") or 0)
+        return 10.0 ** -int(self.form.strip("+z.f") or 0)
 
 
-PERPLEXITY = Measure("perplexity", "perplexity, all tokens", "perplexity", True, ".3f")
+PERPLEXITY = Measure("perplexity", "perplexity, all tokens", "perplexity", True, "z.3f")
 _MODEL = (
     PERPLEXITY,
-    Measure("delta_nll", "loss over the full cache, nats per token, t >= k", "delta NLL", True, "+.4f"),
-    Measure("retained_mass", "retained mass, t >= k", "mass", False, ".4f"),
-    Measure("heavy_hitter_recall", "heavy-hitter recall, t >= k", "recall", False, ".4f"),
+    Measure("delta_nll", "loss over the full cache, nats per token, t >= k", "delta NLL", True, "+z.4f"),
+    Measure("retained_mass", "retained mass, t >= k", "mass", False, "z.4f"),
+    Measure("heavy_hitter_recall", "heavy-hitter recall, t >= k", "recall", False, "z.4f"),
 )
 _MODEL_BESIDE = (
-    Measure("delta_nll_all_steps", "loss over the full cache, nats per token, all steps", "NLL, all", True, "+.4f"),
-    Measure("retained_mass_all_steps", "retained mass, all steps", "mass, all", False, ".4f"),
-    Measure("heavy_hitter_recall_all_steps", "heavy-hitter recall, all steps", "recall, all", False, ".4f"),
+    Measure("delta_nll_all_steps", "loss over the full cache, nats per token, all steps", "NLL, all", True, "+z.4f"),
+    Measure("retained_mass_all_steps", "retained mass, all steps", "mass, all", False, "z.4f"),
+    Measure("heavy_hitter_recall_all_steps", "heavy-hitter recall, all steps", "recall, all", False, "z.4f"),
 )
 _TRACE = (
-    Measure("retained_mass_all_steps", "retained mass, all steps", "mass", False, ".6f"),
-    Measure("heavy_hitter_recall_all_steps", "heavy-hitter recall, all steps", "recall", False, ".6f"),
+    Measure("retained_mass_all_steps", "retained mass, all steps", "mass", False, "z.6f"),
+    Measure("heavy_hitter_recall_all_steps", "heavy-hitter recall, all steps", "recall", False, "z.6f"),
 )
 _TRACE_BESIDE = (
-    Measure("retained_mass", "retained mass, t >= k", "mass, t >= k", False, ".6f"),
-    Measure("heavy_hitter_recall", "heavy-hitter recall, t >= k", "recall, t >= k", False, ".6f"),
+    Measure("retained_mass", "retained mass, t >= k", "mass, t >= k", False, "z.6f"),
+    Measure("heavy_hitter_recall", "heavy-hitter recall, t >= k", "recall, t >= k", False, "z.6f"),
 )
 _DTYPES = (
-    Measure("same_sets", "share of (layer, step) pairs with the same set, t >= k", "same sets", False, ".4f"),
-    Measure("shared", "share of a kept set that both hold, t >= k", "shared", False, ".4f"),
+    Measure("same_sets", "share of (layer, step) pairs with the same set, t >= k", "same sets", False, "z.4f"),
+    Measure("shared", "share of a kept set that both hold, t >= k", "shared", False, "z.4f"),
 )
 _BY_TASK = {"perplexity": (_MODEL, _MODEL_BESIDE), "trace": (_TRACE, _TRACE_BESIDE), "dtypes": (_DTYPES, ())}
 
@@ -60,7 +61,7 @@ def measures(group: pd.DataFrame, beside: bool = False) -> list[Measure]:
     task = str(group["task"].iloc[0])
     wanted, besides = _BY_TASK.get(task, (_of_an_unknown_task(group), ()))
     found = [m for m in [*wanted, *(besides if beside else ())] if known(group, m).any()]
-    return found or list(wanted[:1]) or [Measure(task, task, task, None, ".4g")]
+    return found or list(wanted[:1]) or [Measure(task, task, task, None, "z.4f")]
 
 
 def known(group: pd.DataFrame, measure: Measure) -> pd.Series:
@@ -110,4 +111,4 @@ def _of_an_unknown_task(group: pd.DataFrame) -> tuple[Measure, ...]:
     """Every number in the rows of a task of one's own; which end is the better one is not known."""
     columns = [str(c) for c in group.select_dtypes(include="float")]
     columns = [c for c in columns if "." not in c and c not in _NO_FIGURES]
-    return tuple(Measure(c, c.replace("_", " "), c.replace("_", " "), None, ".4f") for c in columns)
+    return tuple(Measure(c, c.replace("_", " "), c.replace("_", " "), None, "z.4f") for c in columns)

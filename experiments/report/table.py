@@ -14,8 +14,8 @@ from experiments.report.measures import Measure, known, measures, show, unsatura
 
 __all__ = ["Grid", "footnotes", "grid", "groups", "long_table", "markdown", "wide_markdown"]
 
-UNFINISHED = {"failed": "failed", "interrupted": "stopped", "pending": "not run"}
-"""What stands in the place of a cell that is not done."""
+UNFINISHED = {"failed": "failed", "running": "running", "interrupted": "stopped", "pending": "not run"}
+"""What stands in the place of a cell that is not done, by its status."""
 
 
 @dataclass(frozen=True)
@@ -172,9 +172,9 @@ def _nothing_dropped(cells: pd.DataFrame) -> bool:
 def _of_cells(group: pd.DataFrame) -> list[str]:
     """Cells that are not done: why not."""
     notes = []
-    for _, cell in group[group["status"].isin(["failed", "interrupted"])].iterrows():
+    for _, cell in group[~group["status"].isin(["done", "pending"])].iterrows():
         reason = textwrap.shorten(str(cell["reason"] or ""), 140, placeholder=" ...") if cell["reason"] else ""
-        notes.append(f"{cell['name']}: {cell['status']}{f', {reason}' if reason else ''}")
+        notes.append(f"{cell['name']}: {UNFINISHED[cell['status']]}{f', {reason}' if reason else ''}")
     pending = list(group["name"][group["status"] == "pending"])
     if pending:
         more = f" and {len(pending) - 6} more" if len(pending) > 7 else ""

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments.files import write_atomically
 from experiments.report.figures import figure, png
 from experiments.report.table import markdown
-from experiments.store import write_atomically
 
 
 def write_report(frame: pd.DataFrame, folder: Path) -> dict[str, Path]:
@@ -17,5 +17,5 @@ def write_report(frame: pd.DataFrame, folder: Path) -> dict[str, Path]:
     paths = {"table": folder / "table.md", "figure": folder / "figure.png", "cells": folder / "cells.csv"}
     write_atomically(paths["cells"], frame.to_csv(index=False))
     write_atomically(paths["table"], markdown(frame))
-    paths["figure"].write_bytes(png(figure(frame)))
+    write_atomically(paths["figure"], png(figure(frame)))
     return paths
