@@ -430,6 +430,18 @@ def test_relaxed_twice_is_relaxed_once() -> None:
     assert options.relaxed(once) == once
 
 
+def test_a_launcher_that_is_not_installed() -> None:
+    from hydra.errors import MissingConfigException
+
+    from experiments.explain import explain
+
+    missing = MissingConfigException("...", "hydra/launcher/submitit_slurm", ["basic"])
+    assert explain(missing) == (
+        "hydra/launcher=submitit_slurm: needs the package hydra-submitit-launcher; pip install -e '.[cluster]'"
+    )
+    assert 'cluster = ["hydra-submitit-launcher' in (PAGE.parent.parent / "pyproject.toml").read_text()
+
+
 def test_the_page_is_what_the_tables_give() -> None:
     assert PAGE.read_text() == page(), "run: python tests/test_mistakes.py"
 
