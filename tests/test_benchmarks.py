@@ -198,6 +198,23 @@ def test_nothing_to_time_beside() -> None:
         BenchDecode(started="", policies=[])
 
 
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("evict_every=4", "evict_every=4: task=bench_replay evicts at every step; leave it out"),
+        ("prompt=64", "prompt=64: task=bench_replay has no prompts; leave it out"),
+    ],
+)
+def test_what_would_be_ignored(word: str, sentence: str, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["task=bench_replay", "model=random_llama", "dataset=text", f"dataset.path={__file__}", word]
+    monkeypatch.setattr(sys, "argv", ["experiments.run", *words])
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
 # -- what they share -----------------------------------------------------------------------------------------
 
 

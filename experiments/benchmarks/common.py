@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from experiments.files import write_atomically
 from experiments.options import one_of, shown
 from experiments.tasks import Context, Row
 from tova.errors import UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -68,8 +70,7 @@ class Benchmark(ABC):
             return
         measured, arrays = self.measure(context)
         row = {"index": 0, **measured, "started": self.started}
-        folder = Path(context.cell.config["results_dir"]) / context.cell.id
-        _save(folder, self.table(row), self.figure(row))
+        _save(context.folder, self.table(row), self.figure(row))
         yield 0, row, arrays
 
     def summarise(self, rows: list[Row]) -> Row:
@@ -82,12 +83,10 @@ class Benchmark(ABC):
 def _save(folder: Path, text: str, drawn: Figure | None) -> None:
     """Put ``table.md`` and, if there is one, ``figure.png`` into a cell's folder."""
     from experiments.report.figures import png
-    from experiments.store import write_atomically
 
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "table.md", text + "\n")
     if drawn is not None:
-        (folder / "figure.png").write_bytes(png(drawn))
+        write_atomically(folder / "figure.png", png(drawn))
 
 
 def some_of(option: str, values: Any, choices: Sequence[str]) -> None:

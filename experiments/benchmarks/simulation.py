@@ -13,8 +13,9 @@ import numpy as np
 from experiments.benchmarks.axes import drawn
 from experiments.benchmarks.common import Benchmark, some_policies
 from experiments.benchmarks.tables import table
-from experiments.benchmarks.timing import in_turn, processor, seconds_of
+from experiments.benchmarks.timing import in_turn, seconds_of
 from experiments.options import boolean, integer
+from experiments.provenance import processor
 from experiments.tasks import Context, Row
 
 if TYPE_CHECKING:

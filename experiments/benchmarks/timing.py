@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from experiments.provenance import device_name
 
 if TYPE_CHECKING:
     import torch
@@ -85,20 +86,10 @@ def machine(model: PreTrainedModel) -> str:
     """What it runs on: device, threads, version of torch, dtype."""
     import torch
 
-    if model.device.type == "cuda":
-        name = torch.cuda.get_device_name(model.device)
-    else:
-        name = f"{processor()}, {torch.get_num_threads()} threads"
+    name = device_name(str(model.device))
+    if model.device.type == "cpu":
+        name += f", {torch.get_num_threads()} threads"
     return f"{name}, torch {torch.__version__}, {str(model.dtype).removeprefix('torch.')}"
-
-
-def processor() -> str:
-    """The CPU's name."""
-    try:
-        with open("/proc/cpuinfo") as f:
-            return next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def spans_of(run: Callable[[], Any]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from experiments.benchmarks.gpu.page import markdown
 from experiments.devices import device_of
+from experiments.provenance import device_name, versions
 from tova.errors import UsageError
 
 SECONDS = {"card": 20, "decisions": 70, "launch": 60, "layer": 120, "long": 50, "rows": 50, "decode": 210}
@@ -79,22 +80,17 @@ def _made(device: str, tiny: bool) -> dict[str, Any]:
     """On what, with what and when."""
     import torch
 
-    versions = {}
-    for package in ("torch", "triton", "transformers", "tova"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    if device.startswith("cuda"):
-        card, driver = torch.cuda.get_device_name(device), _driver()
-    else:
-        card, driver = f"no card ({platform.machine()} CPU)", "none"
+    cuda = device.startswith("cuda")
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = "not installed"
     return {
-        "card": card,
-        "driver": driver,
+        "card": device_name(device) if cuda else f"no card ({platform.machine()} CPU)",
+        "driver": _driver() if cuda else "none",
         "cuda": torch.version.cuda or "none",
-        "python": platform.python_version(),
-        **versions,
+        **versions(),
+        "triton": triton,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "tiny": tiny,
     }
