@@ -129,6 +129,8 @@ def _said(cells: pd.DataFrame, alike: pd.Series, options: list[str], mark: str) 
     said, used = pd.Series("", index=cells.index), []
     for option in options:
         values = cells[option].map(text)
+        if len(set(values)) < 2:
+            continue
         apart = _differ(values, alike + said)
         if option in _ALWAYS_SAID and values[~values.isin(["null", ""])].nunique() > 1:
             apart |= ~values.isin(["null", ""])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import textwrap
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,23 +58,27 @@ class Grid:
 
 def grid(group: pd.DataFrame, measure: Measure) -> Grid:
     """The table of one measure; rows and budgets without any entry are left out."""
-    wanted = group[known(group, measure) | (group["status"] != "done")]
-    figures = values(wanted, measure)
-    entries: dict[tuple[str, str], Entry] = {}
-    for (row, at), cells in wanted.groupby(["row", "at"], sort=False):
-        entries[str(row), str(at)] = _entry(cells["status"], figures[cells.index], measure)
+    places: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    columns = (group["row"], group["at"], group["status"], values(group, measure), known(group, measure))
+    for row, at, status, figure, there in zip(*columns, strict=True):
+        if there or status != "done":
+            places.setdefault((row, at), []).append((status, figure))
+    entries = {place: _entry(cells, measure) for place, cells in places.items()}
     rows = sorted(dict.fromkeys(row for row, _ in entries), key=lambda row: row != FULL)
-    columns = sorted(dict.fromkeys(at for _, at in entries), key=_across)
-    for place in _best(entries, columns, measure):
+    budgets = sorted(dict.fromkeys(at for _, at in entries), key=_across)
+    for place in _best(entries, budgets, measure):
         entries[place] = replace(entries[place], best=True)
-    return Grid(measure, rows, columns, entries)
+    return Grid(measure, rows, budgets, entries)
 
 
-def _entry(status: pd.Series, figures: pd.Series, measure: Measure) -> Entry:
-    done = figures[status == "done"]
-    if not len(done):
-        return Entry(next(mark for kind, mark in UNFINISHED.items() if (status == kind).any()), math.nan)
-    mean, spread = float(done.mean(skipna=False)), float(done.std(skipna=False))
+def _entry(cells: list[tuple[str, float]], measure: Measure) -> Entry:
+    """Of the cells of one place, each with its status and its figure."""
+    done = [figure for status, figure in cells if status == "done"]
+    if not done:
+        there = {status for status, _ in cells}
+        return Entry(next(mark for status, mark in UNFINISHED.items() if status in there), math.nan)
+    mean = sum(done) / len(done)
+    spread = statistics.stdev(done) if len(done) > 1 and math.isfinite(mean) else math.nan
     text = show(mean, measure) or "NaN"
     return Entry(text if math.isnan(spread) else f"{text} ± {show(spread, measure).lstrip('+')}", mean, spread)
 
