@@ -358,11 +358,12 @@ def test_a_budget_that_holds_the_text_shows_the_full_cache_and_says_so() -> None
     rows = [*sweep(["tova"], [64]), cell("tova", 4096, 20.0, **blank, **over)]
     text = report.markdown(pd.DataFrame(rows))
     assert "- nothing dropped: budget 4,096 holds all 2,048 tokens of every document" in text
-    assert "| tova | 4096 | 2047.0 | 20.000 | +0.0000 | 1.0000 | 1.0000 | +0.0000 | 1.0000 | 1.0000 |" in text
+    assert "| tova | 4096 | 20.000 | +0.0000 | 1.0000 | 1.0000 | +0.0000 | 1.0000 | 1.0000 |" in text
     assert "nothing dropped: budget 4,096" in " ".join(printed(pd.DataFrame(rows), 80).split())
     rows[-1]["held_mean"] = 1500.0  # layers with a smaller share did drop
     text = report.markdown(pd.DataFrame(rows))
     assert "nothing dropped" not in text
+    assert "| tova | 4096 | 1500.0 | 20.000 |" in text
     assert "budget 4,096 would hold all 2,048 tokens of every document: no step has t >= k" in text
 
 
