@@ -88,12 +88,17 @@ class Cell:
         """The name of the cell's folder: readable first, then ten digits of the hash of its identity."""
         digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True, default=str).encode()).hexdigest()[:10]
         parts = [
-            self.policy_class.name,
+            self.policy_name,
             "" if self.budget is None else str(self.budget),
             *(part.label for part in (self.model, self.dataset) if part is not None),
             digest,
         ]
         return "-".join(re.sub(r"[^\w.+]", "_", part)[:40] for part in parts if part)
+
+    @property
+    def policy_name(self) -> str:
+        """The policy's own name; its class's where it has none."""
+        return self.policy_class.name or self.policy_class.__name__
 
     @property
     def title(self) -> str:
@@ -102,7 +107,7 @@ class Cell:
         how = ["one-shot"] if self.prefill == "one_shot" else []
         how += [f"every {self.evict_every}"] if self.evict_every > 1 else []
         budget = [] if self.budget is None else [str(self.budget)]
-        return " ".join([self.policy_class.name, *changed, *how, *budget])
+        return " ".join([self.policy_name, *changed, *how, *budget])
 
     @property
     def policy_label(self) -> str:
@@ -110,7 +115,7 @@ class Cell:
         try:
             return self.policy(2**20).label
         except Exception:  # a policy that cannot be made says so when it is
-            return self.policy_class.name
+            return self.policy_name
 
     @cached_property
     def full(self) -> Cell:

@@ -1,6 +1,6 @@
 """Claims: the right of one process to work on a cell, kept as a file, for file systems on which locks may not work.
 
-A claim is a numbered file in the cell's folder, ``claim-0001.json``, that says who works there; the highest number holds.
+A claim is a numbered file in the cell's folder, ``claim-0001.json``, that says who works there; the highest holds.
 Making the next number is atomic everywhere (a hard link, or exclusive creation), so of two processes that find a dead
 owner only one takes over, and an owner that was only asleep finds a higher number and stops before it writes.
 
@@ -25,6 +25,8 @@ from typing import Any
 
 from experiments.files import Scratch
 
+CREW = "TOVA_CREW"
+"""Environment variable that says which workers a process belongs to."""
 BEAT = 10.0
 PATIENCE = 90.0
 _NAME = re.compile(r"claim-(\d+)\.json")
@@ -41,12 +43,14 @@ class Owner:
     Attributes:
         host, pid: where it runs.
         job: the cluster's job, if it is one.
+        crew: the workers it was started with, if it is one of several.
         alive: False if it will not come back.
     """
 
     host: str
     pid: int
     job: str | None
+    crew: str | None
     alive: bool
 
     def __str__(self) -> str:
@@ -128,15 +132,15 @@ def _owner(folder: Path, number: int) -> Owner | None:
     path = folder / f"claim-{number:04d}.json"
     try:
         said = json.loads(path.read_text())
-        host, pid, job = str(said["host"]), int(said["pid"]), said.get("job")
+        host, pid, job, crew = str(said["host"]), int(said["pid"]), said.get("job"), said.get("crew")
         same = said["place"] == _place()
         alive = _runs(pid, said["born"]) if same else _beats(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):
         # Being written on a file system without hard links, or broken: alive as long as it is young.
-        return Owner("an unknown machine", 0, None, _beats(path))
-    return Owner(host, pid, job, alive)
+        return Owner("an unknown machine", 0, None, None, _beats(path))
+    return Owner(host, pid, job, crew, alive)
 
 
 def _beats(path: Path) -> bool:
@@ -151,16 +155,27 @@ def _beats(path: Path) -> bool:
 
 
 def _self() -> dict[str, Any]:
-    job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "born": _born(os.getpid()),
-        "job": "_".join(part for part in job if part) or os.environ.get("SLURM_JOB_ID"),
+        "job": this_job(),
+        "crew": this_crew(),
         "place": _place(),
         "token": uuid.uuid4().hex,
         "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def this_job() -> str | None:
+    """The cluster's job that this process is; None if it is none."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return "_".join(part for part in array if part) or os.environ.get("SLURM_JOB_ID")
+
+
+def this_crew() -> str | None:
+    """The workers that this process was started with; None if it is no worker."""
+    return os.environ.get(CREW)
 
 
 @lru_cache(maxsize=1)

@@ -11,7 +11,7 @@ from typing import Self
 
 
 class Scratch:
-    """A file beside ``path``, on its file system, that is gone when the block is left, unless :meth:`replace` was called."""
+    """A file beside ``path``, on its file system; gone when the block is left, unless :meth:`replace` was called."""
 
     def __init__(self, path: Path) -> None:
         self._target = path

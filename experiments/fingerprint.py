@@ -20,7 +20,7 @@ from pathlib import Path
 _OURS = ("tova", "experiments")
 _REGISTRIES = ("tova", "tova.policies", "experiments", "experiments.report")
 """Packages whose ``__init__`` only lists what there is: one policy more changes no other's numbers."""
-_PLUMBING = ("tova.check", "experiments.cells", "experiments.store", "experiments.report", "experiments.benchmarks")
+_PLUMBING = ("tova.check", "tova.spans", "experiments.cells", "experiments.store", "experiments.report")
 """Modules that judge, keep or print numbers and make none."""
 
 

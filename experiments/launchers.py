@@ -13,6 +13,7 @@ import os
 import subprocess
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from experiments.cells import Cell
 from experiments.files import write_atomically
 from experiments.progress import Progress
 from experiments.runner import Outcome, headline
-from experiments.store import DONE, FAILED, CellFolder, Sweep
+from experiments.store import DONE, FAILED, PENDING, CellFolder, Sweep
 from tova.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def work(root: Path, sweep_id: str, number: int) -> int:
 
     path = Sweep(root, sweep_id).path
     orders = json.loads((path / "workers.json").read_text())
+    os.environ[claims.CREW] = orders["crew"]
     if (cards := orders["gpus_here"]) > 1:
         import torch
 
@@ -83,6 +85,10 @@ class Crew(Protocol):
 
     def end_of(self, owner: claims.Owner) -> str:
         """How the worker that held a claim came to its end."""
+        ...
+
+    def ends(self) -> str:
+        """How they ended, in a line, when cells are left that nobody has begun."""
         ...
 
     def stop(self) -> str:
@@ -138,6 +144,8 @@ def watch(
         for cell in cells:
             if cell.id not in outcomes and crew is not None:
                 _lost(cell, names, root, crew, progress)
+        if crew is not None and any(CellFolder(root, cell.id).status == PENDING for cell in cells):
+            progress.say(crew.ends())
     return outcomes
 
 
@@ -145,8 +153,8 @@ def _outcome(root: Path, cell_id: str) -> tuple[Outcome, str] | None:
     folder = CellFolder(root, cell_id)
     if folder.done:
         return Outcome(DONE), headline(folder.summary())
-    if folder.failed and not folder.failure().get("again"):
-        return Outcome(FAILED), f"failed: {folder.failure()['reason']}"
+    if folder.failed and "lost" not in (failure := folder.failure()):
+        return Outcome(FAILED), f"failed: {failure['reason']}"
     return None
 
 
@@ -154,10 +162,10 @@ def _lost(cell: Cell, names: dict[str, str], root: Path, crew: Crew, progress: P
     """Write down what became of a cell whose worker died; the same command tries it again."""
     folder = CellFolder(root, cell.id)
     owner = claims.holder(folder.path)
-    if owner is None or owner.alive and owner.pid == os.getpid():
-        return
+    if owner is None:
+        return  # nobody had begun it
     reason = f"broken off: {crew.end_of(owner)}"
-    folder.fail(reason, "", {}, again=True)
+    folder.fail(reason, "", {}, lost=owner)
     progress.finish(names[cell.id], f"failed: {reason}", worked=False)
 
 
@@ -166,6 +174,7 @@ def _orders(
 ) -> list[Worker]:
     shares = schedule.shares(cells, workers, how.root)
     orders = {
+        "crew": uuid.uuid4().hex,
         "shares": [[cell.id for cell in share] for share in shares],
         "mode": how.mode,
         "project": how.project,
@@ -223,6 +232,10 @@ class _Processes:
     def end_of(self, owner: claims.Owner) -> str:
         return f"{owner} was killed, for want of memory perhaps; its log is in {self._logs}"
 
+    def ends(self) -> str:
+        said = "" if self._error is None else f" ({type(self._error).__name__}: {str(self._error).splitlines()[0]})"
+        return f"the workers ended before all was done{said}; their logs: {self._logs}"
+
     def stop(self) -> str:
         from joblib.externals.loky import get_reusable_executor
 
@@ -270,6 +283,10 @@ class _Launched:
     def state(self) -> str:
         return f"workers' logs: {self._logs}"
 
+    def ends(self) -> str:
+        said = "" if self._error is None else f" ({type(self._error).__name__}: {self._error})"
+        return f"the workers ended before all was done{said}; their logs: {self._logs}"
+
     def end_of(self, owner: claims.Owner) -> str:
         said = "" if self._error is None else f" ({type(self._error).__name__}: {self._error})"
         return f"{owner} did not finish{said}; its log is in {self._logs}"
@@ -310,7 +327,7 @@ class _Jobs:
         self._states = {}
         for line in listed.splitlines():
             job, state, why = line.split("|", 2)
-            self._states[job] = f"{state} {why}" if state == "PENDING" else state
+            self._states[job] = f"{state} {why}" if state == "PENDING" and why != "(None)" else state
 
     def over(self) -> bool:
         self._look()
@@ -338,6 +355,11 @@ class _Jobs:
             ):
                 what += ", over its memory" if "OUT_OF_ME" in whole else ""
         return f"{what}; its log is {log}"
+
+    def ends(self) -> str:
+        found = _ask("sacct", "-n", "-P", "-X", "-j", self._array, "-o", "JobID,State,ExitCode") or ""
+        states = [line.replace("|", " ") for line in found.splitlines() if "COMPLETED" not in line]
+        return f"jobs ended before all was done: {', '.join(states) or self._array}; their logs: {self._folder}"
 
     def stop(self) -> str:
         return (

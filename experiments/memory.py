@@ -31,7 +31,8 @@ def exhausted(error: BaseException, cell: Cell) -> str:
     fits = ""
     if tokens and (free := free_bytes_of(cell.device)) and (asked := _asked(said)):
         # Most of what a long text needs grows with its length.
-        fits = f"; {free / 2**30:.1f} GiB are free now, and about {max(1, int(tokens * free / (free + asked))):,} tokens would fit"
+        fitting = max(1, int(tokens * free / (free + asked)))
+        fits = f"; {free / 2**30:.1f} GiB are free now, and about {fitting:,} tokens would fit"
     return (
         f"out of memory with a document{of} on {cell.device} ({said}){fits}; take a smaller dataset.tokens, "
         "task.measures=false, a smaller model.dtype, or a device with more"

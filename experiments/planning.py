@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import classes, options
 from experiments.cells import UNBOUNDED, Cell
+from experiments.devices import device_of
 from experiments.lengths import MOST, Length, budget_of, prompt_of, prompt_tokens
 from experiments.options import shown
 from tova.errors import UsageError
@@ -48,7 +49,7 @@ def plan(config: DictConfig) -> Cell:
         prompt=prompt,
         model=classes.make("model", resolved["model"]) if task.uses_model else None,
         dataset=classes.make("dataset", resolved["dataset"]) if task.uses_model else None,
-        device=_device(resolved["device"]) if task.uses_model else "",
+        device=device_of(resolved["device"]) if task.uses_model else "",
     )
     if cell.evict_every > 1 and not task.uses_model:
         raise UsageError(f"evict_every={cell.evict_every}: task={task.name} evicts at every step; leave it out")
@@ -166,31 +167,3 @@ def _checked_policy(cell: Cell, length: int) -> Policy:
     except Exception as e:
         name = cell.policy_class.name or cell.policy_class.__name__
         raise UsageError(f"policy={name}: cannot be made, {classes.cause(e)}") from e
-
-
-def _device(name: Any) -> str:
-    """The device in torch's words; raises where this machine has none such."""
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name if isinstance(name, str) else shown(name))
-    except RuntimeError as e:
-        raise UsageError(f"device={shown(name)}: must be auto, cpu, cuda or cuda:N") from e
-    if device.type == "cpu":
-        return "cpu"
-    if device.type == "cuda":
-        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    elif device.type == "mps":
-        there = int(torch.backends.mps.is_available())
-    else:
-        raise UsageError(f"device={name}: must be auto, cpu, cuda or cuda:N")
-    if not there:
-        raise UsageError(
-            f"device={name}: this machine has no {device.type.upper()} device; use device=cpu or device=auto"
-        )
-    if (device.index or 0) >= there:
-        last = f"the last is {device.type}:{there - 1}"
-        raise UsageError(f"device={name}: this machine has {there} {device.type.upper()} devices, {last}")
-    return str(device)

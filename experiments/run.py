@@ -24,10 +24,9 @@ class Terminated(KeyboardInterrupt):
 def main() -> None:
     """Run what the command line asks for."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach us instead of Hydra's own printer
-    from experiments import options, sweeper
+    from experiments import options
     from experiments.explain import explain
     from experiments.session import CellsFailedError
-    from tova.errors import UsageError
 
     failures: list[Exception] = []
 
@@ -68,10 +67,12 @@ def _run(failures: list[Exception], *, plan: bool, typed: list[str]) -> None:
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def run(config: Any) -> Any:
+        from omegaconf import DictConfig
+
         from experiments import session
 
         try:
-            if config.sweep.worker is not None:
+            if isinstance(config.sweep, DictConfig) and config.sweep.get("worker") is not None:
                 return session.work_of(config)
             return session.run_alone(config, plan=plan, typed=typed)
         except Exception as e:  # an error that reaches Hydra is printed by Hydra, in its own way

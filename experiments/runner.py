@@ -83,7 +83,7 @@ class Runner:
         for cell in self.cells:
             folder = self._folder(cell)
             folder.check(cell)
-            if self._given_up(folder):
+            if folder.given_up:
                 self._settle(cell, Outcome(FAILED), f"failed before: {folder.failure()['reason']}", worked=False)
             elif folder.done:
                 self._track_done(cell, folder)
@@ -124,7 +124,7 @@ class Runner:
         folder = CellFolder(self.root, full)
         if folder.done:
             return True
-        if self._given_up(folder):
+        if folder.given_up:
             reason = f"the full cache it is compared with failed: {folder.failure()['reason']}"
             self._fail(cell, self._folder(cell), reason, "")
             return False
@@ -133,20 +133,20 @@ class Runner:
             self._say_once(f"waiting for {self.names.get(full, 'the full cache')}, which {owner} measures")
         return False
 
-    @staticmethod
-    def _given_up(folder: CellFolder) -> bool:
-        """Whether it failed by its own fault; one whose process was killed is tried again."""
-        return folder.failed and not folder.failure().get("again")
-
     def _claim(self, cell: Cell) -> Claim | None:
         """The claim, unless somebody else has it, or it turns out to be done."""
         folder = self._folder(cell)
+        if (sibling := _dead_sibling(folder)) is not None:
+            with storing(self.root):
+                folder.fail(f"broken off: {sibling} was killed", "", {}, lost=sibling)
+            self._settle(cell, Outcome(FAILED), f"failed elsewhere: {sibling} was killed", worked=False)
+            return None
         with storing(self.root):
             claim = folder.claim()
         if isinstance(claim, claims.Owner):
             self._say_once(f"{self._name(cell)} is being measured by {claim}")
             return None
-        if folder.done or self._given_up(folder):
+        if folder.done or folder.given_up:
             claim.release()
             if folder.done:
                 self._settle(cell, Outcome(DONE), f"done elsewhere  {headline(folder.summary())}", worked=False)
@@ -161,7 +161,7 @@ class Runner:
         """Measure cells that are claimed, and give the claims back however it ends."""
         trackers: dict[str, Tracker] = {}
         try:
-            self._attempt([cell for cell, _ in claimed], dict((cell.id, claim) for cell, claim in claimed), trackers)
+            self._attempt([cell for cell, _ in claimed], {cell.id: claim for cell, claim in claimed}, trackers)
         except LostError as e:
             self.progress.say(f"{e} was taken over by another process; it goes on there")
         except BaseException:
@@ -187,7 +187,7 @@ class Runner:
             raise
         except Exception as e:
             error: Exception = e
-            trace = "".join(traceback.format_exception(e))
+            trace = "" if isinstance(e, UsageError) else "".join(traceback.format_exception(e))
             # The traceback's frames hold the tensors of what failed; the next cell needs their memory.
             traceback.clear_frames(e.__traceback__)
             error.__traceback__ = error.__cause__ = error.__context__ = None
@@ -202,7 +202,8 @@ class Runner:
         (cell,) = cells
         if full and smaller < getattr(cell.task, "halvings", 0):
             self.progress.say(f"{names}: out of memory; once more, with chunks half as long")
-            return self._attempt(cells, held, trackers, smaller + 1)
+            self._attempt(cells, held, trackers, smaller + 1)
+            return
         reason = memory.exhausted(error, cell) if full else reason_of(error)
         self._fail(cell, self._folder(cell), reason, trace, error, trackers.get(cell.id))
 
@@ -249,6 +250,7 @@ class Runner:
             advance=self.progress.advance,
             expect=self.progress.expect,
             smaller=smaller,
+            folder=folder.path,
         )
 
     # -- what becomes of a cell --------------------------------------------------------------------------------
@@ -311,6 +313,14 @@ def storing(root: Path) -> Iterator[None]:
             f"results_dir={root}: cannot be written ({e.strerror}); what was finished is stored, and the same command "
             "goes on from there"
         ) from None
+
+
+def _dead_sibling(folder: CellFolder) -> claims.Owner | None:
+    """Who died on a cell, if it was another worker of this one's crew."""
+    crew, owner = claims.this_crew(), claims.holder(folder.path)
+    if owner is None or owner.alive or crew is None or owner.crew != crew or folder.done:
+        return None
+    return None if owner.job is not None and owner.job == claims.this_job() else owner
 
 
 def _compared_with(cell: Cell) -> str | None:

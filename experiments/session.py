@@ -20,7 +20,7 @@ from experiments import options, planning
 from experiments.cells import Cell
 from experiments.progress import Progress
 from experiments.runner import Outcome, Runner, StorageError, columns, storing, with_references
-from experiments.store import DONE, FAILED, ROOT, CellFolder, Sweep, find_root, frame
+from experiments.store import FAILED, ROOT, CellFolder, Sweep, find_root, frame
 from experiments.tracking import Tracking
 from tova.errors import UsageError
 
@@ -68,9 +68,6 @@ def settings(config: DictConfig, overrides: Sequence[str] = (), typed: Sequence[
     launcher = OmegaConf.to_container(config.launcher, resolve=True)
     if not isinstance(launcher, dict):
         raise UsageError(f"launcher={options.shown(launcher)}: must be local, joblib or slurm")
-    for group in ("tracking", "sweep"):
-        if not isinstance(config.get(group), DictConfig):
-            raise UsageError(f"{group}={options.shown(config.get(group))}: is a group of options; set one of its own")
     asked = any(word.lstrip("+~").startswith("experiment=") for word in overrides)
     changed = [
         word
@@ -107,9 +104,10 @@ def stored(config: dict[str, Any]) -> Cell:
 
 def run_alone(config: DictConfig, *, plan: bool = False, typed: Sequence[str] = ()) -> dict[str, Any] | None:
     """Run the cell of a composed configuration; its summary."""
+    cell = planned(config)
     how = settings(config, (), typed)
     how = dataclasses.replace(how, name="cell" if config.sweep.name == "sweep" else how.name)
-    return run([planned(config)], how, lone=True, plan=plan)
+    return run([cell], how, lone=True, plan=plan)
 
 
 def run(
@@ -169,12 +167,15 @@ def run(
             _say_how_far(every, how)
             raise
         _raise_if_nothing_worked(outcomes, every, how.root)
+        if lone and isinstance(error := _error_of(cells[0], outcomes), UsageError):
+            shutil.rmtree(CellFolder(how.root, cells[0].id).path, ignore_errors=True)
+            raise error
     if lone:
-        _report_one(cells[0], how.root, sweep, outcomes)
+        _report_one(cells[0], how.root, sweep)
         folder = CellFolder(how.root, cells[0].id)
         return folder.summary() if folder.done else None
     report(sweep)
-    _raise_if_some_failed(every, names, how.root, outcomes)
+    _raise_if_some_failed(every, names, how.root)
     return None
 
 
@@ -185,15 +186,20 @@ def _here(cells: Sequence[Cell], names: dict[str, str], how: Settings, sweep: Sw
 
 
 def names_of(cells: Sequence[Cell]) -> dict[str, str]:
-    """Id -> what to call a cell: all that tells it from the others."""
+    """Id -> what to call a cell: all that tells it from the others.
+
+    Raises:
+        UsageError: two cells could not be told apart in the table of the sweep.
+    """
     import pandas as pd
 
-    from experiments.report import names
+    from experiments.report import groups, names
 
-    titles = [cell.title for cell in cells]
-    if len(set(titles)) < len(titles):
-        titles = list(names(pd.DataFrame([{"cell": cell.id, **columns(cell)} for cell in cells])))
-    return {cell.id: title for cell, title in zip(cells, titles, strict=True)}
+    if len(cells) <= 2:  # a lone cell and what it is compared with
+        return {cell.id: cell.title for cell in cells}
+    frame = pd.DataFrame([{"cell": cell.id, **columns(cell)} for cell in cells])
+    groups(frame)
+    return dict(zip(frame["cell"], names(frame), strict=True))
 
 
 def _failed(cells: Sequence[Cell], root: Path, sweep: Sweep) -> list[Cell]:
@@ -234,12 +240,18 @@ def _raise_if_nothing_worked(outcomes: dict[str, Outcome], cells: Sequence[Cell]
         raise next(e for e in errors if isinstance(e, UsageError))
 
 
-def _raise_if_some_failed(
-    cells: Sequence[Cell], names: dict[str, str], root: Path, outcomes: dict[str, Outcome]
-) -> None:
-    states = {cell.id: CellFolder(root, cell.id).status for cell in cells}
-    failed = [names[i] for i, status in states.items() if status == FAILED]
-    missing = [names[i] for i, status in states.items() if status not in (DONE, FAILED)]
+def _error_of(cell: Cell, outcomes: dict[str, Outcome]) -> Exception | None:
+    return outcomes[cell.id].error if cell.id in outcomes else None
+
+
+def _raise_if_some_failed(cells: Sequence[Cell], names: dict[str, str], root: Path) -> None:
+    failed, missing = [], []
+    for cell in cells:
+        folder = CellFolder(root, cell.id)
+        if folder.given_up:
+            failed.append(names[cell.id])
+        elif not folder.done:
+            missing.append(names[cell.id])
     said = []
     if failed:
         said.append(f"{len(failed)} of {len(cells)} cells failed: {_some(failed)}; retry=failed runs them again")
@@ -254,7 +266,7 @@ def _some(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(f"[{name}]" if "," in name else name for name in names[:most]) + more
 
 
-def _report_one(cell: Cell, root: Path, sweep: Sweep, outcomes: dict[str, Outcome]) -> None:
+def _report_one(cell: Cell, root: Path, sweep: Sweep) -> None:
     folder = CellFolder(root, cell.id)
     if not folder.done:
         failure = folder.failure() if folder.failed else {"reason": "broken off", "traceback": ""}

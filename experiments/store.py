@@ -15,6 +15,7 @@ it counts once.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
@@ -132,7 +133,8 @@ class CellFolder:
         np.savez(buffer, allow_pickle=False, **arrays)
         path = self.path / "rows" / f"{row['index']:04d}.json"
         with Scratch(path) as scratch:
-            scratch.write(json.dumps({"cell": self.id, **row}, allow_nan=True) + "\n")
+            stored = {"cell": self.id, **row, "arrays_sha256": hashlib.sha256(buffer.getvalue()).hexdigest()}
+            scratch.write(json.dumps(stored, allow_nan=True) + "\n")
             if path.exists():
                 return
             write_atomically(self._arrays(row["index"]), buffer.getvalue())
@@ -145,10 +147,18 @@ class CellFolder:
 
     def arrays(self, index: int) -> dict[str, np.ndarray]:
         """Per-token figures of document ``index``."""
+        return self._load_arrays(index, None)
+
+    def _load_arrays(self, index: int, sha256: str | None) -> dict[str, np.ndarray]:
         path = self._arrays(index)
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            data = path.read_bytes()
+            if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+                raise self._corrupt(path, "its figures are not those of its row")
+            with np.load(io.BytesIO(data), allow_pickle=False) as stored:
                 return {name: stored[name] for name in stored.files}
+        except UsageError:
+            raise
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
             raise self._corrupt(path, f"not readable ({type(e).__name__})") from e
 
@@ -163,10 +173,16 @@ class CellFolder:
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
         shutil.rmtree(self.path / "rows", ignore_errors=True)
 
-    def fail(self, reason: str, trace: str, provenance: dict[str, Any], again: bool = False) -> None:
-        """Write that it cannot be measured, and why; ``again`` where it was not the cell's fault."""
-        found: dict[str, Any] = {"format": FORMAT, "cell": self.id, "reason": reason, "again": again, "when": _now()}
-        found |= {**provenance, "traceback": trace}
+    def fail(self, reason: str, trace: str, provenance: dict[str, Any], lost: claims.Owner | None = None) -> None:
+        """Write that it was not measured, and why.
+
+        Args:
+            lost: who was killed while measuring it, if that is why; the same command then tries it again.
+        """
+        found: dict[str, Any] = {"format": FORMAT, "cell": self.id, "reason": reason, "when": _now(), **provenance}
+        if lost is not None:
+            found["lost"] = {"job": lost.job, "crew": lost.crew}
+        found["traceback"] = trace
         write_atomically(self.path / "failed.json", json.dumps(found, indent=1) + "\n")
 
     def summary(self) -> dict[str, Any]:
@@ -178,6 +194,21 @@ class CellFolder:
     def failure(self) -> dict[str, Any]:
         """Why a cell failed: ``reason``, ``when``, ``traceback`` and where."""
         return self._object(self.path / "failed.json", "a failure")
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it failed and is not to be tried again unless that is asked for.
+
+        A cell whose process was killed is tried again, though not by the workers that were started with that process,
+        which it might kill one after the other: only by the same job, when a cluster has queued it again.
+        """
+        if not self.failed:
+            return False
+        lost = self.failure().get("lost")
+        if lost is None:
+            return True
+        sibling = lost["crew"] is not None and lost["crew"] == claims.this_crew()
+        return sibling and (lost["job"] is None or lost["job"] != claims.this_job())
 
     def _object(self, path: Path, what: str) -> dict[str, Any]:
         try:
@@ -212,7 +243,7 @@ class CellFolder:
                 raise self._corrupt(self.path / "config.yaml", "this is the configuration of another cell")
         rows = self.rows()
         for row in rows:
-            self.arrays(row["index"])
+            self._load_arrays(row["index"], row.get("arrays_sha256", ""))
         if self.done:
             documents = self.summary().get("documents", 1)
             if len(rows) != documents:
@@ -296,7 +327,9 @@ def find_sweep(sweep: str | None = None, root: Path | str | None = None) -> Swee
     if sweep is not None:
         found = [p for p in there if p.name == sweep]
         if not found:
-            named = [p for p in there if p.name.rpartition("-")[0] == sweep]
+            from experiments.options import sweep_name
+
+            named = [p for p in there if p.name.rpartition("-")[0] in (sweep, sweep_name(sweep))]
             found = [p for p in named if not Sweep(root, p.name).content().get("overrides")] or named
     if not found:
         names = ", ".join(sorted(p.name for p in there)) or "none"

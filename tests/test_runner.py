@@ -278,16 +278,16 @@ def test_canonical_trace_experiment(place, monkeypatch, capsys) -> None:
 
 
 def test_more_devices_than_there_are(monkeypatch) -> None:
-    from experiments.planning import _device
+    from experiments.devices import device_of
     from tova import UsageError
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert _device("cuda:1") == "cuda:1"
-    assert _device("auto") == "cuda"
-    assert _device("cpu:0") == "cpu"
+    assert device_of("cuda:1") == "cuda:1"
+    assert device_of("auto") == "cuda"
+    assert device_of("cpu:0") == "cpu"
     with pytest.raises(UsageError, match="device=cuda:3: this machine has 2 CUDA devices, the last is cuda:1"):
-        _device("cuda:3")
+        device_of("cuda:3")
 
 
 def folder_of(place, model) -> list[str]:
@@ -451,8 +451,8 @@ def test_a_loss_too_large_for_a_perplexity(place, monkeypatch, capsys, spoilt) -
 
 def test_tables_of_figures_that_are_partly_not_finite() -> None:
     """Blank where nothing was measured, NaN where it was and is none, and best among the others."""
-    from experiments.report.figures import figure, png
     from experiments.report import groups, markdown, wide_markdown
+    from experiments.report.figures import figure, png
 
     nan, inf = float("nan"), float("inf")
     same = dict(task="perplexity", model="m", model_note="m", dataset="d", documents=1, tokens=9, tokens_per_second=1.0)
@@ -560,7 +560,7 @@ def test_tracking_marks_failures(place, monkeypatch, capsys) -> None:
 
     monkeypatch.setattr(Perplexity, "summarise", breaks)
     words = [w for w in TINY if not w.startswith("tracking")]
-    code, out, err = command(monkeypatch, capsys, *words, "policy=full")
+    code, _out, err = command(monkeypatch, capsys, *words, "policy=full")
     assert code == 3
     assert 'raise RuntimeError("out of luck")' in err  # a lone cell shows the whole traceback
     assert "error: full failed: RuntimeError: out of luck; retry=failed runs it again" in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Context:
         advance: report progress, in tokens out of ``expect``'s.
         expect: say how many tokens there are to do.
         smaller: halve what is optional about the memory needed so many times: it was too much before.
+        folder: where the cell's results are; a task may leave files of its own there.
     """
 
     cell: Cell
@@ -39,6 +41,7 @@ class Context:
     advance: Callable[[float], None]
     expect: Callable[[float], None]
     smaller: int = 0
+    folder: Path = Path()
 
 
 class Task(Protocol):
