@@ -90,7 +90,7 @@ class Cell:
         parts = [
             self.policy_name,
             "" if self.budget is None else str(self.budget),
-            *(part.label for part in (self.model, self.dataset) if part is not None),
+            *(_called(part) for part in (self.model, self.dataset) if part is not None),
             digest,
         ]
         return "-".join(re.sub(r"[^\w.+]", "_", part)[:40] for part in parts if part)
@@ -126,6 +126,17 @@ class Cell:
         return dataclasses.replace(
             self, config=config, policy_class=Full, policy_parameters={}, budget=None, prompt=None
         )
+
+
+def _called(part: Model | Dataset) -> str:
+    """What a model or dataset is called in an address: nothing that a new label, or a folder's new name, changes."""
+    fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
+    own: dict[str, Any] = {f.name: f.default for f in fields}
+    if isinstance(label := own.get("label"), str) and label:
+        return label
+    if (hub := part.identity().get("hub")) is not None:
+        return str(hub).rpartition("/")[2]
+    return type(part).__name__.lower()
 
 
 UNBOUNDED = {"budget": None, "evict_every": 1, "prefill": "every_step", "prompt": None}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import threading
 import time
@@ -159,13 +160,14 @@ def _outcome(root: Path, cell_id: str) -> tuple[Outcome, str] | None:
 
 
 def _lost(cell: Cell, names: dict[str, str], root: Path, crew: Crew, progress: Progress) -> None:
-    """Write down what became of a cell whose worker died; the same command tries it again."""
+    """Write down what became of a cell whose worker did not finish it; the same command tries it again."""
     folder = CellFolder(root, cell.id)
     owner = claims.holder(folder.path)
-    if owner is None:
+    if owner is None and not (folder.path / "config.yaml").exists():
         return  # nobody had begun it
-    reason = f"broken off: {crew.end_of(owner)}"
-    folder.fail(reason, "", {}, lost=owner)
+    lost = owner or claims.Owner("", 0, None, None, False)
+    reason = f"broken off: {crew.end_of(owner) if owner is not None else crew.ends()}"
+    folder.fail(reason, "", {}, lost=lost)
     progress.finish(names[cell.id], f"failed: {reason}", worked=False)
 
 
@@ -191,57 +193,45 @@ def _orders(
 
 
 class _Processes:
-    """Workers in processes of this machine; a pool that a killed worker broke is started again."""
+    """Workers in processes of this machine."""
 
     def __init__(self, workers: list[Worker], logs: Path) -> None:
-        self._workers, self._logs = workers, logs
-        self._error: BaseException | None = None
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
-        self._thread.start()
+        from joblib.externals.loky import ProcessPoolExecutor
 
-    def _run(self) -> None:
-        import joblib
-        from joblib.externals.loky.process_executor import TerminatedWorkerError
-
-        for _ in range(3):
-            try:
-                joblib.Parallel(n_jobs=len(self._workers), backend="loky")(joblib.delayed(w)() for w in self._workers)
-                self._error = None
-                return
-            except TerminatedWorkerError as e:
-                self._error = e
-            except BaseException as e:
-                self._error = e
-                return
-            if self._stopped:
-                return
+        self._logs = logs
+        # A pool each: one that is killed takes no other with it.
+        self._pools = [ProcessPoolExecutor(max_workers=1) for _ in workers]
+        self._work = [pool.submit(worker) for pool, worker in zip(self._pools, workers, strict=True)]
 
     def over(self) -> bool:
-        if self._thread.is_alive():
+        if not all(work.done() for work in self._work):
             return False
-        from tova.errors import UsageError
-
-        if isinstance(self._error, UsageError):
-            raise self._error
+        for pool in self._pools:
+            pool.shutdown(wait=False)
+        for error in self._errors():
+            if isinstance(error, UsageError):
+                raise error
         return True
 
+    def _errors(self) -> list[BaseException]:
+        return [error for work in self._work if work.done() and (error := work.exception()) is not None]
+
     def state(self) -> str:
-        return f"{len(self._workers)} workers at it; their logs: {self._logs}"
+        at_it = sum(not work.done() for work in self._work)
+        return f"{at_it} workers at it; their logs: {self._logs}" if at_it else "the workers have ended"
 
     def end_of(self, owner: claims.Owner) -> str:
         return f"{owner} was killed, for want of memory perhaps; its log is in {self._logs}"
 
     def ends(self) -> str:
-        said = "" if self._error is None else f" ({type(self._error).__name__}: {str(self._error).splitlines()[0]})"
-        return f"the workers ended before all was done{said}; their logs: {self._logs}"
+        said = [f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}" for e in self._errors()]
+        why = f" ({said[0]})" if said else ""
+        return f"the workers ended before all was done{why}; their logs: {self._logs}"
 
     def stop(self) -> str:
-        from joblib.externals.loky import get_reusable_executor
-
-        self._stopped = True
-        with contextlib.suppress(Exception):
-            get_reusable_executor().shutdown(wait=False, kill_workers=True)
+        for pool in self._pools:
+            with contextlib.suppress(Exception):
+                pool.shutdown(wait=False, kill_workers=True)
         return "workers are stopped"
 
 
@@ -252,7 +242,7 @@ def _joblib(cells: Sequence[Cell], how: Settings, sweep: Sweep) -> Crew:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = torch.cuda.device_count() if any(cell.device.startswith("cuda") for cell in cells) else 0
     wanted = how.launcher.get("workers")
-    workers = gpus or max(1, cores // 2) if wanted is None else options.integer("launcher.workers", wanted, 1, 1024)
+    workers = gpus or max(1, cores // 2) if wanted is None else options.integer("launcher.workers", wanted, 1)
     threads = how.launcher.get("threads")
     threads = max(1, cores // workers) if threads is None else options.integer("launcher.threads", threads, 1)
     return _Processes(_orders(cells, how, sweep, workers, threads, gpus), sweep.path / "logs")
@@ -348,12 +338,8 @@ class _Jobs:
         if found and found.strip():
             state, _, code = found.strip().splitlines()[-1].partition("|")
             what = f"job {owner.job} on {owner.host} ended as {state} ({code})"
-            if (
-                owner.job
-                and "OUT_OF_ME" not in state
-                and (whole := _ask("sacct", "-n", "-P", "-j", owner.job, "-o", "State"))
-            ):
-                what += ", over its memory" if "OUT_OF_ME" in whole else ""
+        if re.search(r"memory limit|oom.kill|out of memory", _last_of(log), re.IGNORECASE):
+            what += ", over its memory (launcher.memory_gb)"
         return f"{what}; its log is {log}"
 
     def ends(self) -> str:
@@ -366,6 +352,14 @@ class _Jobs:
             f"job {self._array} goes on without this terminal; to stop it: scancel {self._array}; the same command "
             "looks on, and takes part"
         )
+
+
+def _last_of(log: Path) -> str:
+    """The end of a log; empty if there is none."""
+    try:
+        return log.read_bytes()[-4000:].decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _ask(*command: str) -> str | None:

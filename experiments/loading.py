@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tova.errors import UsageError
+
 if TYPE_CHECKING:
     from experiments.cells import Cell
     from experiments.data import Document
@@ -29,6 +31,7 @@ class Kept:
         if self._model is None or self._model[0] != key:
             self.forget_model()
             self._model = (key, self._load(key, lambda: cell.model.load(cell.device)))  # type: ignore[union-attr]
+            _check_unchanged("model", cell.model, cell)
         loaded = self._model[1]
         self._warm_up(loaded, cell)
         return loaded
@@ -39,6 +42,7 @@ class Kept:
         key = _key(cell.dataset, "")
         if self._documents is None or self._documents[0] != key:
             self._documents = (key, self._load(key, cell.dataset.load))
+            _check_unchanged("dataset", cell.dataset, cell)
         return self._documents[1]
 
     def forget_model(self) -> None:
@@ -77,6 +81,12 @@ class Kept:
             ids = torch.arange(2, tokens)[: positions(loaded.model)].unsqueeze(0) % (vocabulary(loaded.model) or 18)
             cache = EvictingCache(small, observers=[AttentionMeasures()])
             token_nll(loaded.model, ids.to(loaded.model.device), cache)
+
+
+def _check_unchanged(group: str, part: Any, cell: Cell) -> None:
+    """Raise if files were edited since the cell got its address: results would lie under what they no longer are."""
+    if part.identity() != cell.identity[group]:
+        raise UsageError(f"{group}: its files were changed after the sweep was begun; start the sweep again")
 
 
 def _small(cell: Cell) -> Any:

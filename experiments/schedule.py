@@ -134,9 +134,9 @@ def parameters_of(model: Any) -> int | None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(name, local_files_only=True)
+        config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(config)
+            made = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return sum(p.numel() for p in made.parameters())
     except Exception:  # not here, or not one that can be made so
         return None

@@ -368,7 +368,8 @@ def frame(sweep: str | None = None, root: Path | str | None = None) -> pd.DataFr
         status, reason = folder.status, ""
         row: dict[str, Any] = dict(entry["options"])
         if status == DONE:
-            row |= folder.summary()
+            # Names as they are now: what is stored may have been measured when they were others.
+            row = {**folder.summary(), **{k: v for k, v in row.items() if k != "policy"}}
         elif status == FAILED:
             reason = folder.failure()["reason"]
         elif status in (RUNNING, INTERRUPTED):

@@ -57,8 +57,8 @@ def test_one_cell(place, monkeypatch, capsys) -> None:
     code, out, err = command(monkeypatch, capsys, *TINY, "policy=tova", "budget=32")
     assert code == 0, err
     (full, tova) = sorted(p for p in (place / "results/runs").iterdir() if p.name != "_sweeps")
-    assert full.name.startswith("full-random_llama-texts-")
-    assert tova.name.startswith("tova-32-random_llama-texts-")
+    assert full.name.startswith("full-random_llama-textfiles-")
+    assert tova.name.startswith("tova-32-random_llama-textfiles-")
     assert str(tova.relative_to(place)) in out
     assert "perplexity" in err
     rows = CellFolder(place / "results/runs", tova.name).rows()
