@@ -130,7 +130,7 @@ class Cell:
 
 def _called(part: Model | Dataset) -> str:
     """What a model or dataset is called in an address: nothing that a new label, or a folder's new name, changes."""
-    fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
+    fields: tuple[Any, ...] = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
     own: dict[str, Any] = {f.name: f.default for f in fields}
     if isinstance(label := own.get("label"), str) and label:
         return label

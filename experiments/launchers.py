@@ -338,20 +338,29 @@ class _Jobs:
         if found and found.strip():
             state, _, code = found.strip().splitlines()[-1].partition("|")
             what = f"job {owner.job} on {owner.host} ended as {state} ({code})"
-        if re.search(r"memory limit|oom.kill|out of memory", _last_of(log), re.IGNORECASE):
-            what += ", over its memory (launcher.memory_gb)"
-        return f"{what}; its log is {log}"
+        return f"{what}{_why(log)}; its log is {log}"
 
     def ends(self) -> str:
         found = _ask("sacct", "-n", "-P", "-X", "-j", self._array, "-o", "JobID,State,ExitCode") or ""
-        states = [line.replace("|", " ") for line in found.splitlines() if "COMPLETED" not in line]
-        return f"jobs ended before all was done: {', '.join(states) or self._array}; their logs: {self._folder}"
+        states = [line.split("|") for line in found.splitlines() if "COMPLETED" not in line]
+        said = [f"{job} {state} ({code}){_why(self._folder / f'{job}_0_log.err')}" for job, state, code in states]
+        return f"jobs ended before all was done: {', '.join(said) or self._array}; their logs: {self._folder}"
 
     def stop(self) -> str:
         return (
             f"job {self._array} goes on without this terminal; to stop it: scancel {self._array}; the same command "
             "looks on, and takes part"
         )
+
+
+def _why(log: Path) -> str:
+    """What a job's log says of its end, where SLURM's accounting often says no more than that it failed."""
+    text = _last_of(log)
+    if re.search(r"memory limit|oom.kill|out of memory", text, re.IGNORECASE):
+        return ", over its memory (launcher.memory_gb)"
+    if re.search(r"timed-out|TIME LIMIT", text):
+        return ", out of time (launcher.minutes, launcher.requeues)"
+    return ""
 
 
 def _last_of(log: Path) -> str:
@@ -412,7 +421,7 @@ def _slurm(cells: Sequence[Cell], how: Settings, sweep: Sweep) -> Crew:
     except Exception as e:
         lines = [line for line in str(getattr(e, "stderr", "") or e).splitlines() if line.strip()]
         raise UsageError(f"launcher=slurm: sbatch refused ({lines[-1].strip() if lines else type(e).__name__})") from e
-    return _Jobs(ids[0].split("_")[0], ids, folder)
+    return _Jobs(ids[0].split("_")[0], ids, sweep.path / "jobs")
 
 
 def _require(package: str, what: str, extra: str) -> None:

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from experiments import assets, folders, options
 from experiments.hub import check_id, find_model
@@ -68,6 +68,7 @@ class SmolLM2:
     dtype: str = "float32"
     label: str = "smollm2_135m"
     note: str = "SmolLM2-135M-Instruct, dequantised from Q4_1"
+    parameters: ClassVar[int] = 134_515_008
 
     def __post_init__(self) -> None:
         _dtype_name(self.dtype)
@@ -96,6 +97,7 @@ class Gemma3:
     dtype: str = "float32"
     label: str = "gemma3_270m"
     note: str = "Gemma-3-270M, dequantised from Q4_K_M"
+    parameters: ClassVar[int] = 268_098_176
 
     def __post_init__(self) -> None:
         _dtype_name(self.dtype)
@@ -270,6 +272,14 @@ class RandomLlama:
             raise UsageError(f"model.kv_heads={self.kv_heads}: must divide model.heads, which is {self.heads}")
         if self.head_dim % 2:
             raise UsageError(f"model.head_dim={self.head_dim}: must be even, for rotary positions")
+
+    @property
+    def parameters(self) -> int:
+        """How many it has."""
+        hidden, vocabulary = self.heads * self.head_dim, 384
+        attention = 2 * hidden * hidden + 2 * hidden * self.kv_heads * self.head_dim
+        layer = attention + 3 * hidden * 2 * hidden + 2 * hidden
+        return 2 * vocabulary * hidden + self.layers * layer + hidden
 
     def identity(self) -> dict[str, Any]:
         return {

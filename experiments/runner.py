@@ -41,6 +41,10 @@ class StorageError(UsageError):
     """Results cannot be written; what was stored is as it was."""
 
 
+class OutOfTime(KeyboardInterrupt):
+    """A cluster ends this process; its cell is as one that was interrupted."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a cell ended: ``done`` or ``failed``; ``error`` where this process saw it fail."""
@@ -186,6 +190,8 @@ class Runner:
         except (LostError, StorageError):
             raise
         except Exception as e:
+            if type(e).__module__.startswith("submitit."):  # raised wherever the process was when the job's time was up
+                raise OutOfTime(str(e)) from None
             error: Exception = e
             trace = "" if isinstance(e, UsageError) else "".join(traceback.format_exception(e))
             # The traceback's frames hold the tensors of what failed; the next cell needs their memory.

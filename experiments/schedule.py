@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -124,12 +125,22 @@ def tokens_of(cell: Cell) -> tuple[int | None, int]:
 
 
 def parameters_of(model: Any) -> int | None:
-    """How many a model has, from its configuration alone; None where that is not on this machine."""
+    """How many a model has, or is called after; None where nothing says."""
     if (known := getattr(model, "parameters", None)) is not None:
         return int(known)
     name = getattr(model, "name", None)
     if name is None:
         return None
+    if (from_files := _from_files(name)) is not None:
+        return from_files
+    # Most are called by their size.
+    if said := re.search(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", str(name).lower()):
+        return int(float(said[1]) * {"b": 1e9, "m": 1e6}[said[2]])
+    return None
+
+
+def _from_files(name: str) -> int | None:
+    """From its configuration alone; None where that is not on this machine."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -44,6 +45,8 @@ class CellSweeper(Sweeper):
         parsed = OverridesParser.create(config_loader=loader).parse_overrides([*choices, *arguments])
         jobs = BasicSweeper.split_arguments(parsed, None)[0]
         _check_same_for_all(jobs)
+        if len(jobs) > 200:
+            print(f"checking {len(jobs)} cells", file=sys.stderr, flush=True)
         cells: dict[str, Cell] = {}
         first: DictConfig | None = None
         for job in jobs:

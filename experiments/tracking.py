@@ -32,7 +32,9 @@ def check(mode: str) -> None:
         return
     import wandb
 
-    address = urlsplit(wandb.Settings().base_url)
+    settings = wandb.Settings()
+    settings.update_from_env_vars(os.environ)
+    address = urlsplit(settings.base_url)
     port = address.port or (443 if address.scheme == "https" else 80)
     try:
         socket.create_connection((address.hostname or "", port), timeout=_SECONDS).close()

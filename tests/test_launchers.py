@@ -209,9 +209,9 @@ def test_a_job_over_its_memory_and_one_out_of_time(tmp_path, cluster, capsys) ->
         print(f"\n{err}")
     assert code == 3
     frame = experiments.frame("long", root=root)
-    assert "failed" in frame["status"].tolist()
-    (cell,) = frame.loc[frame["status"] == "failed", "cell"]
-    assert CellFolder(root, cell).rows(), "what it had finished is kept"
+    assert frame["status"].tolist() == ["failed", "pending"]
+    assert "out of time (launcher.minutes, launcher.requeues)" in frame.loc[0, "reason"]
+    assert CellFolder(root, frame.loc[0, "cell"]).rows(), "what it had finished is kept"
 
 
 # -- shares and plans ----------------------------------------------------------------------------------------
