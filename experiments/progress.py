@@ -87,10 +87,13 @@ class Progress:
             self._bars.update(self._sweep, completed=self._finished)
             self._bars.update(self._cell, visible=False)
         width = len(str(self._cells))
-        line = f"[{self._finished:{width}d}/{self._cells}] {name:<18} {outcome}"
-        if worked:
-            line += f"  ({seconds:.0f} s{self._left()})"
-        self.say(line)
+        took = f"  ({seconds:.0f} s{self._left()})" if worked else ""
+        parts = outcome.split("  ")
+        line = f"[{self._finished:{width}d}/{self._cells}] {name:<18} "
+        # What does not fit into a terminal's line is in the table.
+        while self._bars is not None and len(parts) > 1 and len(line + "  ".join(parts) + took) > self._console.width:
+            parts.pop()
+        self.say(line + "  ".join(parts) + took)
 
     def _left(self) -> str:
         rest = self._cells - self._finished
