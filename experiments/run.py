@@ -34,6 +34,8 @@ def main() -> None:
         raise Terminated
 
     with_signals = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    # What is ignored stays so: nohup does that to SIGHUP.
+    with_signals = [number for number in with_signals if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, terminated) for number in with_signals}
     typed = list(sys.argv)
     try:

@@ -63,6 +63,7 @@ class Runner:
         names: id -> what people call the cell.
         progress: told how far things are.
         tracking: where figures are shown.
+        show_done: show cells that were done before as well, so that the sweep's group there is complete.
     """
 
     root: Path
@@ -70,6 +71,7 @@ class Runner:
     names: dict[str, str]
     progress: Progress
     tracking: Tracking
+    show_done: bool = True
     kept: Kept = field(default_factory=Kept)
 
     def __post_init__(self) -> None:
@@ -175,7 +177,9 @@ class Runner:
         finally:
             for cell, claim in claimed:
                 if cell.id not in self._outcomes:
-                    self._folder(cell).forget_if_empty()
+                    with contextlib.suppress(LostError):
+                        claim.check()  # the folder may be another's by now
+                        self._folder(cell).forget_if_empty()
                 claim.release()
 
     def _attempt(
@@ -283,7 +287,7 @@ class Runner:
 
     def _track_done(self, cell: Cell, folder: CellFolder) -> None:
         """Show a cell that an earlier sweep measured among this one's."""
-        if not self.tracking.complete(cell.id):
+        if self.show_done and not self.tracking.complete(cell.id):
             tracker = self.tracking.cell(cell.id, self._name(cell), _for_people(cell), folder.rows())
             tracker.end("done", folder.summary())
 

@@ -140,7 +140,7 @@ def run(
     with _nothing_left_behind(sweep):
         with storing(how.root):
             for cell in todo if how.retry else ():
-                (CellFolder(how.root, cell.id).path / "failed.json").unlink(missing_ok=True)
+                CellFolder(how.root, cell.id).forget_failure()
             sweep.begin(
                 [
                     {
@@ -158,7 +158,7 @@ def run(
             )
         try:
             if how.launcher.get("name") == "local" and hydra is None:
-                outcomes = _here(todo, names, how, sweep)
+                outcomes = _here(todo, names, how, sweep, show_done=not lone)
             else:
                 from experiments import launchers
 
@@ -179,10 +179,12 @@ def run(
     return None
 
 
-def _here(cells: Sequence[Cell], names: dict[str, str], how: Settings, sweep: Sweep) -> dict[str, Outcome]:
+def _here(
+    cells: Sequence[Cell], names: dict[str, str], how: Settings, sweep: Sweep, show_done: bool
+) -> dict[str, Outcome]:
     with Progress(len(cells)) as progress:
         tracking = Tracking(how.mode, how.project, how.root, sweep.id, sweep.path / "tracked", progress.say)
-        return Runner(how.root, cells, names, progress, tracking).run()
+        return Runner(how.root, cells, names, progress, tracking, show_done).run()
 
 
 def names_of(cells: Sequence[Cell]) -> dict[str, str]:
@@ -206,7 +208,7 @@ def _failed(cells: Sequence[Cell], root: Path, sweep: Sweep) -> list[Cell]:
     found = [cell for cell in cells if CellFolder(root, cell.id).failed]
     if not found:
         raise UsageError(f"retry=failed: no cell of the sweep {sweep.id} has failed")
-    return found
+    return with_references(found)
 
 
 @contextlib.contextmanager

@@ -90,6 +90,10 @@ class CellFolder:
         stored = {"format": FORMAT, "identity": _plain(cell.identity), "config": cell.config}
         if not (self.path / "config.yaml").exists():
             write_atomically(self.path / "config.yaml", yaml.safe_dump(stored, sort_keys=False, allow_unicode=True))
+        self.forget_failure()
+
+    def forget_failure(self) -> None:
+        """Let it be tried again."""
         (self.path / "failed.json").unlink(missing_ok=True)
 
     def forget_if_empty(self) -> None:
@@ -330,13 +334,21 @@ def find_sweep(sweep: str | None = None, root: Path | str | None = None) -> Swee
             from experiments.options import sweep_name
 
             named = [p for p in there if p.name.rpartition("-")[0] in (sweep, sweep_name(sweep))]
-            found = [p for p in named if not Sweep(root, p.name).content().get("overrides")] or named
+            found = [p for p in named if _is_plain(Sweep(root, p.name))] or named
     if not found:
         names = ", ".join(sorted(p.name for p in there)) or "none"
         which = "" if sweep is None else f" {sweep!r}"
         raise UsageError(f"no sweep{which} under {folder.absolute()}; there are: {names}")
     latest = max(found, key=lambda p: (p / "cells.json").stat().st_mtime_ns)
     return Sweep(root, latest.name)
+
+
+def _is_plain(sweep: Sweep) -> bool:
+    """Whether it is what an experiment's file describes, and of a format that can be read."""
+    try:
+        return not sweep.content().get("overrides")
+    except UsageError:
+        return False
 
 
 def find_root() -> Path:

@@ -21,8 +21,8 @@ def texts(place: Path, documents: int, characters: int) -> None:
         (place / "texts" / f"{i:02d}.txt").write_text(whole[:characters])
 
 
-def start(place: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
-    """``python -m experiments.run`` in ``place``."""
+def start(place: Path, *words: str, before=None, **environment: str) -> subprocess.Popen[str]:
+    """``python -m experiments.run`` in ``place``; ``before`` is called in the new process first."""
     given = {
         **os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         **environment,
@@ -30,6 +30,7 @@ def start(place: Path, *words: str, **environment: str) -> subprocess.Popen[str]
     return subprocess.Popen(
         [sys.executable, "-m", "experiments.run", *words],
         cwd=place, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=before,
     )  # fmt: skip
 
 

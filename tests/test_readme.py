@@ -48,10 +48,10 @@ def test_the_library_in_eight_lines(smollm2) -> None:
 
 def test_adding_a_policy(place, monkeypatch, capsys) -> None:
     (place / "my_policies.py").write_text(block("python", "class Decay"))
-    assert "python -m experiments.run policy._target_=my_policies.Decay +policy.fade=0.8 budget=128" in README
-    run(monkeypatch, "-m", "policy._target_=my_policies.Decay", "+policy.fade=0.8", "budget=32,64")
+    assert "python -m experiments.run policy._target_=my_policies.Decay policy.fade=0.8 budget=128" in README
+    run(monkeypatch, "-m", "policy._target_=my_policies.Decay", "policy.fade=0.8", "budget=32,64")
     frame = experiments.frame()
-    assert list(frame["policy"]) == ["decay fade=0.8"] * 2
+    assert list(frame["policy"]) == ["full", *["decay fade=0.8"] * 2]
     assert frame["perplexity"].notna().all()
     assert "decay fade=0.8" in capsys.readouterr().out
     from tova.check import main as check
@@ -64,8 +64,8 @@ def test_adding_a_policy(place, monkeypatch, capsys) -> None:
     assert 0.2 < simulate(decay, canonical_trace(tokens=300)).retained_mass < 1
     names: dict = {}
     exec(block("python", "experiments.frame()"), names)
-    assert len(names["cells"]) == 2
-    assert len(names["documents"]) == 2
+    assert len(names["cells"]) == 3
+    assert len(names["documents"]) == 3
 
 
 @pytest.mark.parametrize(("group", "name"), [("dataset", "letters"), ("model", "qwen3_1_7b")])

@@ -275,3 +275,57 @@ def test_signals_end_within_seconds_and_say_how_to_go_on(tmp_path, number, code:
     frame = experiments.frame(root=root)
     assert set(frame["status"]) <= {"interrupted", "pending"}
     assert "after" in frame.loc[0, "reason"]
+
+
+def test_what_is_ignored_stays_ignored(tmp_path) -> None:
+    """nohup makes a process deaf to SIGHUP: a sweep goes on when the terminal is closed."""
+    texts(tmp_path, 3, 1500)
+    process = start(
+        tmp_path, "-m", *SMALL, "policy=tova", "budget=24", before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    )
+    until(lambda: list((tmp_path / "results/runs").glob("*/claim-*.json")), 120)
+    os.kill(process.pid, signal.SIGHUP)
+    code, _, err = finish(process)
+    assert code == 0, err
+
+
+def test_a_claim_that_was_lost_takes_no_folder_with_it(tmp_path, monkeypatch) -> None:
+    """Another process took a sleeping owner for dead and began anew: what it has begun is not removed under it."""
+    from test_address import cell
+
+    from experiments.progress import Progress
+    from experiments.runner import Runner
+    from experiments.tracking import Tracking
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("Call me Ishmael. " * 30)
+    one = cell("policy=full", "dataset=text", "dataset.path=text.txt", "dataset.tokens=60")
+    root = tmp_path / "runs"
+    folder = CellFolder(root, one.id)
+
+    def taken_over(self, row, arrays):
+        claims._quiet(folder.path / "claim-0001.json")
+        (folder.path / "claim-0002.json").write_text((folder.path / "claim-0001.json").read_text())
+        check(claim)
+
+    check = claims.Claim.check
+    claim = None
+    original = claims.take
+
+    def take(path):
+        nonlocal claim
+        claim = original(path)
+        return claim
+
+    monkeypatch.setattr(claims, "take", take)
+    monkeypatch.setattr(CellFolder, "append", taken_over)
+    with Progress(1) as progress:
+        runner = Runner(root, [one], {one.id: "one"}, progress, Tracking("disabled", "", root, "", root))
+        runner._run([(one, take(_made(folder.path)))])
+    assert (folder.path / "config.yaml").exists()
+    assert (folder.path / "claim-0002.json").exists()
+
+
+def _made(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path
