@@ -293,14 +293,15 @@ def report(sweep: Sweep) -> None:
     Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(console_report(cells))
     lines = [
         ("table", str(paths["table"])),
-        ("figure", f"{paths['figure']}  (xdg-open or open)"),
-        ("pandas", f"{frame_call(sweep)}   # one row per cell; also {paths['cells'].name}"),
+        ("figure", str(paths["figure"])),
+        ("frame", str(paths["cells"])),
+        ("pandas", frame_call(sweep)),
     ]
     if (sweep.root / "wandb").exists():
         program = _program("wandb")
         lines.append(("terminal", f"{program} leet {shlex.quote(str(sweep.root / 'wandb'))}"))
         where = "" if sweep.root == ROOT else f" {shlex.quote(str(sweep.root))}"
-        lines.append(("account", f"{_program('python')} -m experiments.sync{where}   # optional, needs `wandb login`"))
+        lines.append(("account", f"{_program('python')} -m experiments.sync{where}  (optional)"))
     print()
     for name, text in lines:
         print(f"{name:<9} {text}")
