@@ -26,14 +26,25 @@ class Estimate:
     """What a cell may take.
 
     Attributes:
-        seconds, bytes: None where nothing is known.
+        documents: None where the texts would have to be fetched to know.
+        tokens: of a document.
+        seconds_each: for a document; None where nothing is known.
+        bytes: of memory; None likewise.
         measured: how many earlier cells the seconds are from; 0 for a rough guess from the model's size.
     """
 
-    tokens: int | None
-    seconds: float | None
+    documents: int | None
+    tokens: int
+    seconds_each: float | None
     bytes: int | None
     measured: int
+
+    @property
+    def seconds(self) -> float | None:
+        """For the cell; None where its documents are not counted."""
+        if self.seconds_each is None or self.documents is None:
+            return None
+        return self.seconds_each * self.documents
 
 
 def shares(cells: Sequence[Cell], workers: int, root: Path) -> list[list[Cell]]:
@@ -42,7 +53,11 @@ def shares(cells: Sequence[Cell], workers: int, root: Path) -> list[list[Cell]]:
     groups: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
         groups[_loads(cell)].append(cell)
-    cost = {cell.id: history.estimate(cell).seconds or 1.0 for cell in cells}
+    estimates = {cell.id: history.estimate(cell) for cell in cells}
+    # Where documents are not counted, there are taken to be a dozen.
+    known = {i: e.seconds_each * (e.documents or 12) for i, e in estimates.items() if e.seconds_each is not None}
+    usual = sum(known.values()) / len(known) if known else 1.0
+    cost = {cell.id: known.get(cell.id, usual) or 1e-9 for cell in cells}
     total = sum(cost.values())
     found: list[list[Cell]] = []
     spent = 0.0
@@ -88,9 +103,9 @@ class History:
 
     def estimate(self, cell: Cell) -> Estimate:
         """What ``cell`` may take."""
-        tokens, per_document = tokens_of(cell)
-        if cell.model is None or tokens is None:
-            return Estimate(tokens, None, None, 0)
+        documents, per_document = lengths_of(cell)
+        if cell.model is None:
+            return Estimate(documents, per_document, None, None, 0)
         from experiments.provenance import device_name
 
         model, device = cell.model.label, device_name(cell.device)
@@ -100,28 +115,27 @@ class History:
         for key in ((model, device, cell.policy_class.name, size), (model, device, size), (model, device)):
             if known := self.speeds.get(tuple(map(str, key))):
                 speed = sorted(known)[len(known) // 2]
-                return Estimate(tokens, tokens / speed, memory, len(known))
+                return Estimate(documents, per_document, per_document / speed, memory, len(known))
         if parameters is None:
-            return Estimate(tokens, None, memory, 0)
+            return Estimate(documents, per_document, None, memory, 0)
         # Two floating-point operations a parameter and token, and as much again for attention and measures.
-        return Estimate(tokens, 4 * parameters * tokens / flops(cell.device), memory, 0)
+        seconds = 4 * parameters * per_document / flops(cell.device)
+        return Estimate(documents, per_document, seconds, memory, 0)
 
 
 def _octave(tokens: int) -> str:
     return f"2^{max(1, tokens).bit_length() - 1}"
 
 
-def tokens_of(cell: Cell) -> tuple[int | None, int]:
-    """Tokens in all, None where the texts would have to be read to know, and of a document."""
+def lengths_of(cell: Cell) -> tuple[int | None, int]:
+    """How many documents, None where they would have to be fetched to know, and tokens of each."""
     if cell.dataset is None:
-        length = cell.task.length
-        return length, length or 0
+        return 1, cell.task.length or 0
     documents = cell.dataset.documents
     if documents is None:
         identity: Any = next((v for v in cell.dataset.identity().values() if isinstance(v, dict | list)), None)
         documents = len(identity) if identity is not None else None
-    each = cell.dataset.tokens or _TOKENS
-    return (None if documents is None else documents * each), each
+    return documents, cell.dataset.tokens or _TOKENS
 
 
 def parameters_of(model: Any) -> int | None:
@@ -180,6 +194,7 @@ def _bytes(cell: Cell, parameters: int, tokens: int) -> int:
 
 def show(cells: Sequence[Cell], how: Settings) -> None:
     """Print what a sweep would do: its cells by model and text, what is done, time and memory; nothing is run."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -187,12 +202,13 @@ def show(cells: Sequence[Cell], how: Settings) -> None:
 
     every = with_references(cells)
     history = History.of(how.root)
-    table = Table(title=f"{how.name}: {len(every)} cells", title_justify="left")
+    title = f"{how.name}: {len(every)} cells"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name, justify in (
         ("model", "left"), ("dataset", "left"), ("cells", "right"), ("done", "right"), ("tokens", "right"),
         ("about", "right"), ("memory", "right"),
     ):  # fmt: skip
-        table.add_column(name, justify=justify, no_wrap=name != "dataset")  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     groups: dict[str, list[Cell]] = defaultdict(list)
     for cell in every:
         groups[_loads(cell)].append(cell)
@@ -201,20 +217,24 @@ def show(cells: Sequence[Cell], how: Settings) -> None:
         todo, failing = _todo(group, how.root)
         failed += failing
         estimates = [history.estimate(cell) for cell in todo]
+        counted = all(e.documents is not None for e in estimates)
+        each = [e.seconds_each for e in estimates if e.seconds_each is not None]
         seconds = [e.seconds for e in estimates if e.seconds is not None]
         unknown += len(estimates) - len(seconds)
         rough += sum(e.measured == 0 and e.seconds is not None for e in estimates)
         whole += sum(seconds)
         memory = max((e.bytes for e in estimates if e.bytes is not None), default=None)
-        tokens = [e.tokens for e in estimates]
         first = group[0]
+        tokens = sum((e.documents or 1) * e.tokens for e in estimates)
+        per = "" if counted else "n x "
+        took = sum(seconds) if counted else sum(each)
         table.add_row(
             "-" if first.model is None else first.model.label,
             "-" if first.dataset is None else first.dataset.label,
             str(len(group)),
             str(len(group) - len(todo)),
-            "?" if None in tokens else f"{sum(t for t in tokens if t):,}",
-            duration(sum(seconds)) if len(seconds) == len(todo) else "?",
+            f"{per}{tokens:,}",
+            f"{per}{duration(took)}" if len(each) == len(todo) else "?",
             "?" if memory is None else f"{memory / 2**30:.1f} GiB",
         )
     out = Console()
@@ -241,10 +261,10 @@ def _lines(every: Sequence[Cell], how: Settings, whole: float, unknown: int, rou
             whole = whole / len(parts)
     if failed:
         lines.append(f"{failed} cells failed before and are left as they are; retry=failed runs them")
-    source = "from speeds measured before" if not rough else f"{rough} cells roughly, from their models' sizes"
-    lines.append(f"time left: about {duration(whole)}" + (f" ({source})" if whole else ""))
+    source = "by speeds measured before" if not rough else f"{rough} cells roughly, by their models' sizes"
+    lines.append(f"time left: about {duration(whole)} at this machine's speed" + (f" ({source})" if whole else ""))
     if unknown:
-        lines.append(f"{unknown} cells are not estimated: their models or texts are not on this machine")
+        lines.append(f"not counted in: {unknown} cells, whose models are not known here, or texts not how many (n)")
     lines.append("nothing was run; leave out --plan to run it")
     return lines
 

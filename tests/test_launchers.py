@@ -244,7 +244,7 @@ def test_estimates_come_from_what_was_measured(tmp_path) -> None:
 
     one = cell("budget=16", "policy=tova", "dataset.tokens=100", "dataset.documents=2")
     guess = schedule.History.of(tmp_path).estimate(one)
-    assert (guess.tokens, guess.measured) == (200, 0)
+    assert (guess.documents, guess.tokens, guess.measured) == (2, 100, 0)
     summary = {
         "model": "random_llama",
         "device_name": device_name("cpu"),
