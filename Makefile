@@ -1,6 +1,8 @@
 # make run, make test: each makes its own environment first, once. PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 VENV ?= .venv
+# Files of tests that run at a time.
+AT_ONCE ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -14,7 +16,7 @@ run: $(READY) ## sweep six policies over a real model, about 10 minutes on two c
 	$(BIN)/python -m experiments.run experiment=quickstart
 
 test: $(READY) lint ## lint, types and the quick tests, under 10 minutes
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(AT_ONCE) --dist loadfile
 
 test-all: $(READY) lint ## every test, the slow ones too
 	$(BIN)/python -m pytest

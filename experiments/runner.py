@@ -55,7 +55,7 @@ class Outcome:
 
 @dataclass
 class Runner:
-    """Runs ``cells``, every one to its end, wherever it is measured.
+    """Runs ``cells``, every one to its end, wherever it is measured; what is stored was checked before.
 
     Args:
         root: where results go.
@@ -88,7 +88,6 @@ class Runner:
         todo = []
         for cell in self.cells:
             folder = self._folder(cell)
-            folder.check(cell)
             if folder.given_up:
                 self._settle(cell, Outcome(FAILED), f"failed before: {folder.failure()['reason']}", worked=False)
             elif folder.done:
@@ -225,6 +224,7 @@ class Runner:
             if cell.task.uses_model:  # whatever cannot be had is found before anything is written
                 _check_rows(folder, self.kept.documents(cell))
                 self.kept.model(cell)
+            folder.check(cell)  # what an earlier attempt has left
             with storing(self.root):
                 folder.begin(cell)
             if cell.id not in trackers:
@@ -233,8 +233,9 @@ class Runner:
         here = 0
         for which, measured, arrays in cells[0].task.run(contexts):
             cell, folder = cells[which], folders[which]
-            row = {**measured, "wall_seconds": time.monotonic() - began, **provenance(cell)}
-            here += 1
+            now = time.monotonic()
+            row = {**measured, "wall_seconds": now - began, **provenance(cell)}
+            began, here = now, here + 1
             held[cell.id].check()
             with storing(self.root):
                 folder.append(row, arrays)

@@ -172,8 +172,8 @@ def run(
             raise error
     if lone:
         _report_one(cells[0], how.root, sweep)
-        folder = CellFolder(how.root, cells[0].id)
-        return folder.summary() if folder.done else None
+        _raise_if_some_failed(every, names, how.root)
+        return CellFolder(how.root, cells[0].id).summary()
     report(sweep)
     _raise_if_some_failed(every, names, how.root)
     return None
@@ -247,18 +247,22 @@ def _error_of(cell: Cell, outcomes: dict[str, Outcome]) -> Exception | None:
 
 
 def _raise_if_some_failed(cells: Sequence[Cell], names: dict[str, str], root: Path) -> None:
-    failed, missing = [], []
+    failed, missing, lost = [], [], []
     for cell in cells:
         folder = CellFolder(root, cell.id)
         if folder.given_up:
             failed.append(names[cell.id])
         elif not folder.done:
             missing.append(names[cell.id])
+        elif folder.not_finite():
+            lost.append(names[cell.id])
     said = []
     if failed:
         said.append(f"{len(failed)} of {len(cells)} cells failed: {_some(failed)}; retry=failed runs them again")
     if missing:
         said.append(f"{len(missing)} of {len(cells)} cells were broken off: {_some(missing)}; the same command goes on")
+    if lost:
+        said.append(f"{len(lost)} of {len(cells)} cells have losses that are not finite: {_some(lost)}")
     if said:
         raise CellsFailedError(". ".join(said))
 

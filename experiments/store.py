@@ -44,6 +44,8 @@ FORMAT = 3
 """Of the files; raise it when they change their meaning or their names."""
 
 DONE, FAILED, INTERRUPTED, RUNNING, PENDING = "done", "failed", "interrupted", "running", "pending"
+NOT_FINITE = "not finite"
+"""Of a cell that was measured to its end, with a loss that is NaN or infinite."""
 
 
 class CellFolder:
@@ -194,6 +196,15 @@ class CellFolder:
         summary = self._object(self.path / "summary.json", "a summary")
         del summary["format"], summary["cell"]
         return summary
+
+    def not_finite(self) -> str:
+        """Which losses of a finished cell are NaN or infinite; empty if none is."""
+        lost = [row for row in self.rows() if row.get("tokens_not_finite")]
+        count, steps = sum(row["tokens_not_finite"] for row in lost), sum(row.get("steps", 0) for row in self.rows())
+        if not lost:
+            return ""
+        first = f"document {lost[0]['document']}, token {lost[0]['first_not_finite']:,}"
+        return f"{count:,} of {steps:,} losses are not finite, the first at {first}"
 
     def failure(self) -> dict[str, Any]:
         """Why a cell failed: ``reason``, ``when``, ``traceback`` and where."""
@@ -353,7 +364,7 @@ def _is_plain(sweep: Sweep) -> bool:
 
 def find_root() -> Path:
     """Where results are: ``results/runs`` here, in a folder above (a notebook's), or of this checkout."""
-    if (ROOT / SWEEPS).is_dir():
+    if ROOT.is_dir():
         return ROOT
     here = Path.cwd()
     places = [*here.parents, Path(__file__).resolve().parent.parent]
@@ -368,8 +379,9 @@ def frame(sweep: str | None = None, root: Path | str | None = None) -> pd.DataFr
         root: the results folder; by default the one of this folder, of one above it, or of the checkout.
 
     Returns:
-        Columns ``cell``, ``status`` (done, failed, running, interrupted, pending), ``reason``, what the cell is, and
-        its figures; figures of cells that are not done are NaN.
+        Columns ``cell``, ``status`` (done, not finite, failed, running, interrupted, pending), ``reason``, what the
+        cell is, and its figures; figures of cells that were not measured are NaN. *Not finite* is a cell that was
+        measured, with a loss that is NaN or infinite.
     """
     import pandas as pd
 
@@ -382,6 +394,8 @@ def frame(sweep: str | None = None, root: Path | str | None = None) -> pd.DataFr
         if status == DONE:
             # Names as they are now: what is stored may have been measured when they were others.
             row = {**folder.summary(), **{k: v for k, v in row.items() if k != "policy"}}
+            if row.get("tokens_not_finite"):
+                status, reason = NOT_FINITE, folder.not_finite()
         elif status == FAILED:
             reason = folder.failure()["reason"]
         elif status in (RUNNING, INTERRUPTED):

@@ -85,7 +85,9 @@ def _arranged(frame: pd.DataFrame, once: bool = True) -> pd.DataFrame:
     for column, default in _EXPECTED.items():
         if column not in cells:
             cells[column] = pd.Series([default] * len(cells), dtype=object)
-    cells["status"] = cells["status"].fillna("done")
+    cells["status"] = (
+        cells["status"].fillna("done").replace("not finite", "done")
+    )  # it has its figures, NaN as they are
     requested = cells["budget_requested"].map(text)
     cells["at"] = requested.where(requested != "null", NO_LIMIT)
     if "policy.seed" not in cells:

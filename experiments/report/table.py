@@ -181,6 +181,8 @@ def _steps(cells: pd.DataFrame) -> pd.Series:
 def _of_cells(group: pd.DataFrame) -> list[str]:
     """Cells that are not done: why not."""
     notes = []
+    for _, cell in group[(group["status"] == "done") & (group["reason"].fillna("") != "")].iterrows():
+        notes.append(f"{cell['name']}: {cell['reason']}")
     for _, cell in group[~group["status"].isin(["done", "pending"])].iterrows():
         reason = textwrap.shorten(str(cell["reason"] or ""), 140, placeholder=" ...") if cell["reason"] else ""
         notes.append(f"{cell['name']}: {UNFINISHED[cell['status']]}{f', {reason}' if reason else ''}")
