@@ -199,10 +199,11 @@ class CellFolder:
 
     def not_finite(self) -> str:
         """Which losses of a finished cell are NaN or infinite; empty if none is."""
-        lost = [row for row in self.rows() if row.get("tokens_not_finite")]
-        count, steps = sum(row["tokens_not_finite"] for row in lost), sum(row.get("steps", 0) for row in self.rows())
-        if not lost:
+        rows = self.rows()
+        lost = [row for row in rows if row.get("tokens_not_finite")]
+        if not lost:  # so it is for tasks without losses, whose rows mean other things by the same names
             return ""
+        count, steps = sum(row["tokens_not_finite"] for row in lost), sum(row["steps"] for row in rows)
         first = f"document {lost[0]['document']}, token {lost[0]['first_not_finite']:,}"
         return f"{count:,} of {steps:,} losses are not finite, the first at {first}"
 
