@@ -203,7 +203,7 @@ def test_a_job_over_its_memory_and_one_out_of_time(tmp_path, cluster, capsys) ->
 
     texts(tmp_path, 60, 4000)
     long = ("-m", *SMALL, "model.layers=6", "policy=tova", "budget=64", "sweep.name=long", "launcher=slurm")
-    limits = ("launcher.jobs=1", "launcher.cpus=1", "launcher.minutes=1", "launcher.requeues=0", "launcher.memory_gb=3")
+    limits = ("launcher.jobs=1", "launcher.cpus=1", "launcher.minutes=2", "launcher.requeues=0", "launcher.memory_gb=3")
     code, _, err = finish(start(tmp_path, *long, *limits, **cluster), 600)
     with capsys.disabled():
         print(f"\n{err}")

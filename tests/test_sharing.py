@@ -243,6 +243,7 @@ def test_killed_twenty_times(tmp_path, capsys) -> None:
     log = _kill_test(tmp_path, 20, seed=7, longest=2)
     with capsys.disabled():
         print("\n" + "\n".join(log))
+    assert any(line.startswith("kill") and ", 0 rows" not in line for line in log), "it was killed in the middle"
 
 
 def _kill_test(tmp_path: Path, times: int, seed: int, longest: float) -> list[str]:
