@@ -15,7 +15,7 @@ help: ## these targets
 run: $(READY) ## sweep six policies over a real model, about 10 minutes on two cores; again: seconds
 	$(BIN)/python -m experiments.run experiment=quickstart
 
-test: $(READY) lint ## lint, types and the quick tests, under 10 minutes
+test: $(READY) lint ## lint, types and the quick tests, about 10 minutes
 	$(BIN)/python -m pytest -m "not slow" -n $(AT_ONCE) --dist loadfile
 
 test-all: $(READY) lint ## every test, the slow ones too
