@@ -205,8 +205,9 @@ class Runner:
         if len(cells) > 1:
             half = (len(cells) + 1) // 2 if full else 1
             self.progress.say(f"{len(cells)} cells at once did not work ({type(error).__name__}); {half} at a time")
-            for begin in range(0, len(cells), half):
-                self._attempt(cells[begin : begin + half], held, trackers, smaller)
+            left = [cell for cell in cells if cell.id not in self._outcomes]
+            for begin in range(0, len(left), half):
+                self._attempt(left[begin : begin + half], held, trackers, smaller)
             return
         (cell,) = cells
         if full and smaller < getattr(cell.task, "halvings", 0):

@@ -79,8 +79,14 @@ class CellFolder:
 
     def claim(self) -> claims.Claim | claims.Owner:
         """The right to work on it, or who has it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        claim = claims.take(self.path)
+        for last in (False,) * 9 + (True,):
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                claim = claims.take(self.path)
+                break
+            except FileNotFoundError:  # another process gave it up that moment, and removed the empty folder
+                if last:
+                    raise
         if isinstance(claim, claims.Claim):
             sweep_up(self.path)
         return claim
@@ -105,6 +111,14 @@ class CellFolder:
 
     def rows(self) -> list[dict[str, Any]]:
         """One per finished document, in the documents' order."""
+        for _ in range(100):
+            try:
+                return self._rows()
+            except FileNotFoundError:  # another process has just finished the cell: all are in one file now
+                continue
+        return self._rows()
+
+    def _rows(self) -> list[dict[str, Any]]:
         rows: dict[int, dict[str, Any]] = {}
         path = self.path / "documents.jsonl"
         if path.exists():
@@ -220,7 +234,10 @@ class CellFolder:
         """
         if not self.failed:
             return False
-        lost = self.failure().get("lost")
+        try:
+            lost = self.failure().get("lost")
+        except FileNotFoundError:  # somebody is trying it again
+            return False
         if lost is None:
             return True
         sibling = lost["crew"] is not None and lost["crew"] == claims.this_crew()
@@ -270,6 +287,8 @@ class CellFolder:
     def _text(self, path: Path) -> str:
         try:
             return path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise
         except (OSError, UnicodeDecodeError) as e:
             raise self._corrupt(path, f"not readable ({getattr(e, 'strerror', None) or type(e).__name__})") from e
 

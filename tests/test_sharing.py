@@ -336,3 +336,41 @@ def test_a_claim_that_was_lost_takes_no_folder_with_it(tmp_path, monkeypatch) ->
 def _made(path: Path) -> Path:
     path.mkdir(parents=True)
     return path
+
+
+def test_a_cell_that_is_finished_while_it_is_read(tmp_path, monkeypatch) -> None:
+    """Rows become one file at the end; whoever was reading them one by one reads that instead."""
+    folder = CellFolder(tmp_path, "cell-1")
+    folder.path.mkdir()
+    for index in range(3):
+        folder.append({"index": index, "document": str(index)}, {})
+    original, finished = CellFolder._text, []
+
+    def finished_meanwhile(self, path):
+        if path.name == "0001.json" and not finished:
+            finished.append(path)
+            folder.finish({"documents": 3})
+        return original(self, path)
+
+    expected = folder.rows()
+    monkeypatch.setattr(CellFolder, "_text", finished_meanwhile)
+    assert CellFolder(tmp_path, "cell-1").rows() == expected
+    assert folder.done
+
+
+def test_a_folder_that_is_removed_while_it_is_claimed(tmp_path, monkeypatch) -> None:
+    """Its last owner gave it up with nothing in it."""
+    import shutil
+
+    original, removed = claims.take, []
+
+    def take(path):
+        if not removed:
+            removed.append(path)
+            shutil.rmtree(path)
+        return original(path)
+
+    monkeypatch.setattr(claims, "take", take)
+    claim = CellFolder(tmp_path, "cell-1").claim()
+    assert isinstance(claim, claims.Claim)
+    claim.release()
