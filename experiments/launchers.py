@@ -18,18 +18,17 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from experiments import claims, options, schedule
 from experiments.cells import Cell
 from experiments.files import write_atomically
 from experiments.progress import Progress
-from experiments.runner import Outcome, headline
+from experiments.runner import Outcome, Runner, headline
+from experiments.settings import Settings, stored
 from experiments.store import DONE, FAILED, PENDING, CellFolder, Sweep
+from experiments.tracking import Tracking
 from tova.errors import UsageError
-
-if TYPE_CHECKING:
-    from experiments.session import Settings
 
 POLL = 1.0
 
@@ -58,19 +57,41 @@ class Worker:
 
 
 def work(root: Path, sweep_id: str, number: int) -> int:
-    """A worker's part of a sweep: how many cells came to an end."""
-    from experiments.session import Settings, work
+    """A worker's part: its share of a sweep's cells first, then whatever nobody has begun.
 
-    path = Sweep(root, sweep_id).path
-    orders = json.loads((path / "workers.json").read_text())
+    Returns:
+        How many cells this process, or others meanwhile, brought to an end.
+    """
+    sweep = Sweep(root, sweep_id)
+    orders = json.loads((sweep.path / "workers.json").read_text())
     os.environ[claims.CREW] = orders["crew"]
-    if (cards := orders["gpus_here"]) > 1:
+    if (cards := orders["gpus_here"]) > 1 or orders["threads"] is not None:
         import torch
 
-        torch.cuda.set_device(number % cards)
-    how = Settings(root, orders["mode"], orders["project"], orders["name"], False, orders["launcher"])
-    log = path / "logs" / f"worker-{number}.log"
-    return work(root, sweep_id, orders["shares"][number], how, log, orders["threads"])
+        if cards > 1:
+            torch.cuda.set_device(number % cards)
+        if orders["threads"] is not None:
+            torch.set_num_threads(orders["threads"])
+    entries = {entry["id"]: entry for entry in sweep.content()["cells"]}
+    share = orders["shares"][number]
+    cells = [_same_as(i, entries[i]) for i in [*share, *(i for i in entries if i not in set(share))]]
+    log = sweep.path / "logs" / f"worker-{number}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as lines, Progress(len(cells), lines) as progress:
+        tracking = Tracking(orders["mode"], orders["project"], root, sweep.id, sweep.path / "tracked", progress.say)
+        names = {i: entry["name"] for i, entry in entries.items()}
+        return len(Runner(root, cells, names, progress, tracking).run())
+
+
+def _same_as(cell_id: str, entry: dict[str, Any]) -> Cell:
+    """The cell of a sweep's list, if it is here what it was where the sweep was begun."""
+    cell = stored(entry["config"])
+    if cell.id != cell_id:
+        raise UsageError(
+            f"{entry['name']}: its code, model or data are not the same here as where the sweep was begun; start it "
+            "again"
+        )
+    return cell
 
 
 class Crew(Protocol):
@@ -180,8 +201,6 @@ def _orders(
         "shares": [[cell.id for cell in share] for share in shares],
         "mode": how.mode,
         "project": how.project,
-        "name": how.name,
-        "launcher": how.launcher,
         "threads": threads,
         "gpus_here": gpus,
     }

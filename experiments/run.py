@@ -71,11 +71,11 @@ def _run(failures: list[Exception], *, plan: bool, typed: list[str]) -> None:
     def run(config: Any) -> Any:
         from omegaconf import DictConfig
 
-        from experiments import session
+        from experiments import launchers, session
 
         try:
             if isinstance(config.sweep, DictConfig) and config.sweep.get("worker") is not None:
-                return session.work_of(config)
+                return launchers.work(Path(config.results_dir), config.sweep.id, config.sweep.worker)
             return session.run_alone(config, plan=plan, typed=typed)
         except Exception as e:  # an error that reaches Hydra is printed by Hydra, in its own way
             failures.append(e)

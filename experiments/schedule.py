@@ -15,7 +15,7 @@ from experiments.cells import Cell
 from experiments.store import CellFolder
 
 if TYPE_CHECKING:
-    from experiments.session import Settings
+    from experiments.settings import Settings
 
 _TOKENS = 2048
 """Tokens a document is taken to have where nothing says how long it is."""

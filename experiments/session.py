@@ -10,96 +10,22 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from experiments import options, planning
 from experiments.cells import Cell
 from experiments.progress import Progress
 from experiments.runner import Outcome, Runner, StorageError, columns, storing, with_references
+from experiments.settings import Settings, planned, program, settings
 from experiments.store import FAILED, ROOT, CellFolder, Sweep, find_root, frame
 from experiments.tracking import Tracking
 from tova.errors import UsageError
 
-VOLATILE = ("results_dir", "tracking", "launcher", "retry", "sweep")
-"""Options that say how and where cells are run, and nothing about what comes out."""
-
 
 class CellsFailedError(Exception):
     """Some cells failed; the others are done and stored."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a command's cells are run; from the configuration, checked.
-
-    Attributes:
-        root: where results go.
-        mode, project: of W&B.
-        name: the sweep's.
-        retry: run the sweep's failed cells and no others.
-        launcher: ``local``, or what other processes are started by, with its options.
-        changed: overrides on the command line that change an experiment's cells.
-        command: what to type to go on.
-    """
-
-    root: Path
-    mode: str
-    project: str
-    name: str
-    retry: bool
-    launcher: dict[str, Any]
-    changed: tuple[str, ...] = ()
-    command: str = ""
-
-
-def settings(config: DictConfig, overrides: Sequence[str] = (), typed: Sequence[str] = ()) -> Settings:
-    """Those of a composed configuration.
-
-    Raises:
-        UsageError: an option is not what it must be.
-    """
-    retry = config.get("retry")
-    if retry is not None:
-        options.one_of("retry", retry, ["failed"])
-    launcher = OmegaConf.to_container(config.launcher, resolve=True)
-    if not isinstance(launcher, dict):
-        raise UsageError(f"launcher={options.shown(launcher)}: must be local, joblib or slurm")
-    asked = any(word.lstrip("+~").startswith("experiment=") for word in overrides)
-    changed = [
-        word
-        for word in overrides
-        if not word.lstrip("+~").startswith(("experiment=", *VOLATILE)) and not word.startswith("task.together=")
-    ]
-    return Settings(
-        root=options.results_dir(config.results_dir),
-        mode=options.tracking_mode(config.tracking.mode),
-        project=options.tracking_project(config.tracking.project),
-        name=options.sweep_name(config.sweep.name),
-        retry=retry == "failed",
-        launcher={str(k): v for k, v in launcher.items()},
-        changed=tuple(changed) if asked else (),
-        command=f"{_program('python')} -m experiments.run {shlex.join(typed[1:])}",
-    )
-
-
-def planned(config: DictConfig) -> Cell:
-    """The cell of a composed configuration, without the options that say how it is run."""
-    content = {str(k): v for k, v in config.items_ex(resolve=False) if k not in ("hydra", "launcher")}
-    kept = OmegaConf.create(content)
-    assert isinstance(kept, DictConfig)
-    cell = planning.plan(kept)
-    return dataclasses.replace(cell, config={k: v for k, v in cell.config.items() if k not in VOLATILE})
-
-
-def stored(config: dict[str, Any]) -> Cell:
-    """The cell of a configuration as :func:`planned` leaves it, from a file."""
-    whole = OmegaConf.create({**planning._default(), **config})
-    assert isinstance(whole, DictConfig)
-    return planned(whole)
 
 
 def run_alone(config: DictConfig, *, plan: bool = False, typed: Sequence[str] = ()) -> dict[str, Any] | None:
@@ -302,10 +228,9 @@ def report(sweep: Sweep) -> None:
         ("pandas", frame_call(sweep)),
     ]
     if (sweep.root / "wandb").exists():
-        program = _program("wandb")
-        lines.append(("terminal", f"{program} leet {shlex.quote(str(sweep.root / 'wandb'))}"))
+        lines.append(("terminal", f"{program('wandb')} leet {shlex.quote(str(sweep.root / 'wandb'))}"))
         where = "" if sweep.root == ROOT else f" {shlex.quote(str(sweep.root))}"
-        lines.append(("account", f"{_program('python')} -m experiments.sync{where}  (optional)"))
+        lines.append(("account", f"{program('python')} -m experiments.sync{where}  (optional)"))
     print()
     for name, text in lines:
         print(f"{name:<9} {text}")
@@ -318,14 +243,6 @@ def frame_call(sweep: Sweep) -> str:
     return f"import experiments; experiments.frame({sweep.id!r}{root})"
 
 
-def _program(name: str) -> str:
-    """A program of this environment, as it is typed here."""
-    path = Path(sys.executable).parent / name
-    if not path.exists():
-        return name
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
 def _say_how_far(cells: Sequence[Cell], how: Settings) -> None:
     done = sum(CellFolder(how.root, cell.id).done for cell in cells)
     print(f"interrupted: {done} of {len(cells)} cells are done; to go on:\n{how.command}", file=sys.stderr)
@@ -333,47 +250,3 @@ def _say_how_far(cells: Sequence[Cell], how: Settings) -> None:
 
 def _hash(ids: list[str]) -> str:
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:8]
-
-
-# -- workers -------------------------------------------------------------------------------------------------
-
-
-def work_of(config: DictConfig) -> int:
-    """The part of a worker that a launcher of Hydra's has started."""
-    from experiments import launchers
-
-    return launchers.work(Path(config.results_dir), config.sweep.id, config.sweep.worker)
-
-
-def work(root: Path, sweep_id: str, share: Sequence[str], how: Settings, log: Path, threads: int | None) -> int:
-    """A worker's part: its share of a sweep's cells first, then whatever nobody has begun.
-
-    Args:
-        root: results.
-        share: ids of the cells it begins with.
-        log: where its lines go.
-        threads: of torch; None leaves its choice.
-
-    Returns:
-        How many cells this process, or others meanwhile, brought to an end.
-    """
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
-    sweep = Sweep(root, sweep_id)
-    entries = {entry["id"]: entry for entry in sweep.content()["cells"]}
-    cells = []
-    for cell_id in [*share, *(i for i in entries if i not in set(share))]:
-        cell = stored(entries[cell_id]["config"])
-        if cell.id != cell_id:
-            raise UsageError(
-                f"{entries[cell_id]['name']}: its code, model or data are not the same here as where the sweep was "
-                "begun; start it again"
-            )
-        cells.append(cell)
-    names = {i: entry["name"] for i, entry in entries.items()}
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a") as lines, Progress(len(cells), lines) as progress:
-        tracking = Tracking(how.mode, how.project, root, sweep.id, sweep.path / "tracked", progress.say)
-        return len(Runner(root, cells, names, progress, tracking).run())

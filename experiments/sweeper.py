@@ -13,7 +13,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from experiments import options, session
+from experiments import options, session, settings
 from experiments.cells import Cell
 from tova.errors import UsageError
 
@@ -52,10 +52,10 @@ class CellSweeper(Sweeper):
         for job in jobs:
             config = loader.load_sweep_config(self._config, list(job))
             first = config if first is None else first
-            cell = session.planned(config)
+            cell = settings.planned(config)
             cells.setdefault(cell.id, cell)
         assert first is not None
-        how = session.settings(first, arguments, self.typed)
+        how = settings.settings(first, arguments, self.typed)
         return session.run(list(cells.values()), how, plan=self.plan, hydra=self._hydra_launcher())
 
     def _hydra_launcher(self) -> Any:
@@ -73,7 +73,7 @@ def _check_same_for_all(jobs: Sequence[Sequence[str]]) -> None:
     for job in jobs:
         for word in job:
             key, _, value = word.lstrip("+").partition("=")
-            if key.split(".")[0] in session.VOLATILE:
+            if key.split(".")[0] in settings.VOLATILE:
                 found.setdefault(key, set()).add(value)
     for key, values in found.items():
         if len(values) > 1:

@@ -65,7 +65,7 @@ def verify(root: Path, cells: int, seed: int) -> list[Verdict]:
 
 
 def _verify(folder: CellFolder) -> Verdict:
-    from experiments.session import stored
+    from experiments.settings import stored
 
     folder.check()
     rows = folder.rows()

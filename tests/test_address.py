@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from experiments import fingerprint, session, sweeper
+from experiments import fingerprint, settings, sweeper
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 def cell(*words: str):
     sweeper.register()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return session.planned(compose("config", ["model=random_llama", *words]))
+        return settings.planned(compose("config", ["model=random_llama", *words]))
 
 
 POLICY = '''
@@ -100,14 +100,14 @@ WATCHED = textwrap.dedent(
     import sys, threading
     from hydra import compose, initialize_config_dir
     from pathlib import Path
-    from experiments import fingerprint, session, sweeper
+    from experiments import fingerprint, settings, sweeper
     from experiments.loading import Kept
     from experiments.tasks import Context
 
     root = Path(fingerprint.__file__).parent.parent
     sweeper.register()
     with initialize_config_dir(str(root / "conf"), version_base="1.3"):
-        cell = session.planned(compose("config", sys.argv[1:]))
+        cell = settings.planned(compose("config", sys.argv[1:]))
     parts = [type(p) for p in (cell.task, cell.model, cell.dataset) if p is not None] + [cell.policy_class]
     modules = {c.__module__ for part in parts for c in part.__mro__} - {"builtins"}
     counted = {str(path) for path in fingerprint.files(modules).values()}
@@ -134,7 +134,7 @@ WATCHED = textwrap.dedent(
     cell.task.summarise([row for _, row, _ in measure(cell, losses.get)])
     sys.setprofile(None)
     threading.setprofile(None)
-    plumbing = {"cells.py", "loading.py", "fingerprint.py", "session.py"}
+    plumbing = {"cells.py", "loading.py", "fingerprint.py", "settings.py"}
     apart = {str(root / "experiments" / name) for name in plumbing} | {str(root / "tova" / "spans.py")}
     apart |= {str(root / "tova" / "policies" / "__init__.py"), str(root / "tova" / "__init__.py")}
     assert len(ran & counted) >= 3, ran
