@@ -13,11 +13,11 @@ from tova.policies.h2o import H2O, H2OHalf, H2OHead, H2OMasked
 from tova.policies.l2norm import L2Norm
 from tova.policies.pyramidkv import PyramidKV
 from tova.policies.random import Random
-from tova.policies.running import RunningPolicy
 from tova.policies.scissorhands import Scissorhands, ScissorhandsPaper
 from tova.policies.slots import Slots, Tokens
 from tova.policies.snapkv import SnapKV
 from tova.policies.snapkv_prefill import PyramidKVPrefill, SnapKVPrefill
+from tova.policies.stepwise import StepwisePolicy
 from tova.policies.streaming_llm import StreamingLLM, StreamingLLMReindexed
 from tova.policies.tova import Tova, TovaHead, TovaOfficial, TovaValue
 from tova.policies.window import Window
@@ -37,10 +37,10 @@ __all__ = [
     "PyramidKVPrefill",
     "Random",
     "Record",
-    "RunningPolicy",
     "Scissorhands",
     "ScissorhandsPaper",
     "Slots",
+    "StepwisePolicy",
     "SnapKV",
     "SnapKVPrefill",
     "StreamingLLM",

@@ -1,37 +1,28 @@
-"""What a policy is, and how one step of it is taken.
+"""What a policy is: parameters and a few pure functions.
 
-A policy is its parameters and a few pure functions over :class:`~tova.policies.slots.Slots`; subclass
-:class:`Policy` and say what is remembered (``records``), how a step changes it (``observe``) and what is dropped
-first (``score``). The running policy, the simulation and the reference scan all take their steps through
-:func:`observe`, :func:`admit` and :func:`choose` below, so a policy is defined in one place.
-
-What is not finite. A step whose head-averaged weights are not all finite (a NaN or an infinity in a query or a key) is
-a step about which nothing is known: no record changes, a ring does not advance, ``observed`` does not count, and the
-newcomer joins with fill records. Kept sets are independent: only the one whose weights they are. The eviction goes by
-the records there are. A score that is NaN is nothing to rank by, so it makes no candidate; where there are fewer
-candidates than must go, the oldest held positions that are no sinks go for the rest. So the budget always holds, and
-what is poisoned is the oldest at last and leaves.
+A policy is its parameters and a few pure functions over :class:`~tova.policies.slots.Slots`; subclass :class:`Policy` and
+say what is remembered (``records``), how a step changes it (``observe``) and what is dropped first (``score``). These
+functions are its only definition: the reference scan, the stepwise policy and the plain decode step call them
+(:mod:`tova.policies.steps`), and the compiled engines are made from them (:mod:`tova.rules`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from tova.errors import UsageError
-from tova.policies import layers
-from tova.policies.layers import UNIFORM, LayerBudgets
-from tova.policies.slots import Slots, Tokens
-
-if TYPE_CHECKING:
-    from tova.policies.running import RunningPolicy
-
+from tova.eviction_log import NEVER
+from tova.policies import layer_budgets
+from tova.policies.layer_budgets import UNIFORM, LayerBudgets
+from tova.policies.old_names import OldNames
+from tova.policies.slots import HeadWeights, Slots, Tokens
 
 _NOT_IN_LABEL = ("budget", "layer", "num_layers")
 MOST = 2**62
@@ -67,6 +58,30 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """When a layer evicts, and down to what.
+
+    Attributes:
+        evict_at: eviction happens in the step after which this many would be held.
+        leaves: how many it leaves.
+    """
+
+    evict_at: int
+    leaves: int
+
+    @property
+    def at_once(self) -> int:
+        """How many go at a time, where every row holds as many."""
+        return self.evict_at - self.leaves
+
+    def held_after(self, held: int, steps: int) -> int:
+        """How many are held ``steps`` tokens after ``held`` are."""
+        if held + steps < self.evict_at:
+            return held + steps
+        return self.leaves + (held + steps - self.evict_at) % self.at_once
+
+
+@dataclass(frozen=True)
 class Cost:
     """What a policy costs per held position, as its specification counts it, and per step and eviction."""
 
@@ -76,7 +91,7 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class Policy(OldNames):
     """Base of all eviction policies. One instance serves one layer of one sequence.
 
     Args:
@@ -85,12 +100,12 @@ class Policy:
         recent_window: the ``recent_window`` newest held positions are never dropped, the newest among them.
         per_head: a kept set per key/value head, by the attention of the query heads that share it, instead of one per
             layer by the attention of all.
-        layer_budgets: how the budget is shared out over layers, see :mod:`tova.policies.layers`.
+        layer_budgets: how the budget is shared out over layers, see :mod:`tova.policies.layer_budgets`.
         layer, num_layers: which layer of how many this is; a cache sets them through :meth:`for_layer`.
 
     Unless a subclass says otherwise the newest token is never dropped in the step that brought it: nothing has
     attended to it yet, so there is nothing to rank it by. Steps whose weights are not finite are never shown, and a
-    position whose score is NaN is dropped only where too few others are left (see :mod:`tova.policies.base`).
+    position whose score is NaN is dropped only where too few others are left (see :mod:`tova.policies.steps`).
 
     Raises:
         UsageError: a parameter is no integer or out of its range; the message names it.
@@ -105,8 +120,6 @@ class Policy:
     """1 for a policy that makes no sense without a recent window."""
     newest_competes: ClassVar[bool] = False
     """True for a policy that may drop the newest token at once, by the weight it gave itself (see ``admitted``)."""
-    rounds_weights: ClassVar[bool] = False
-    """True for a policy that ranks weights already rounded to the model's dtype, as some public code does."""
     sees_dropped: ClassVar[bool] = False
     """True for a policy whose rows are a softmax over *all* tokens, dropped ones included: what public code that
     simulates by masks computes, and no cache that forgot them could. Keys of dropped tokens are then kept."""
@@ -114,6 +127,8 @@ class Policy:
     """True for a policy that selects once, at the end of a one-shot prompt, and then lets the cache grow."""
     reindexes: ClassVar[bool] = False
     """True for a policy whose sinks are seen at positions counted inside the cache (StreamingLLM's paper)."""
+    _stepwise: ClassVar[Callable[..., Any]]
+    """What :meth:`start` gives; set by :mod:`tova.policies.stepwise`, which needs this module."""
 
     budget: int = 512
     sinks: int = 0
@@ -126,7 +141,7 @@ class Policy:
     def __post_init__(self) -> None:
         self.require("num_layers", at_least=1)
         self.require("layer", at_least=0, below=self.num_layers)
-        object.__setattr__(self, "layer_budgets", layers.check(self.name, self.layer_budgets))
+        object.__setattr__(self, "layer_budgets", layer_budgets.check(self.name, self.layer_budgets))
         if not isinstance(self.per_head, bool):
             raise UsageError(f"{self.name}: per_head must be true or false, got {self.per_head!r}")
         self.require("budget", at_least=1)
@@ -170,11 +185,11 @@ class Policy:
         """
         return {}
 
-    def admitted(self, own: Tensor) -> dict[str, Tensor]:
+    def admitted(self, self_weight: Tensor) -> dict[str, Tensor]:
         """Records the newest token joins with, where its own weight counts: [R, 1, ...] by name; the rest is filled.
 
         Args:
-            own: [R, 1], the weight the newest token's query gave to itself.
+            self_weight: [R, 1], the weight the newest token's query gave to itself.
         """
         return {}
 
@@ -194,6 +209,37 @@ class Policy:
         """bool [R, S]: what must not be dropped now. By default sinks, the recent window and the newest token."""
         recent = slots.newest_held(self.newest_protected)
         return recent | slots.first(self.sinks) if self.sinks else recent
+
+    def combine(self, heads: HeadWeights) -> Tensor:
+        """[R, S], or [R, C, S] of several steps: what ``observe`` is shown of the weights of several heads: their mean.
+
+        A policy may take their maximum or sum instead, or go back to the logits; where this is not a mean, steps are
+        taken by the reference scan.
+        """
+        return heads.weights.mean(1)
+
+    def excess(self, slots: Slots, schedule: Schedule) -> Tensor:
+        """int64 [R, 1]: how many of each kept set go now, the newest token having joined.
+
+        All above ``schedule.leaves`` where ``schedule.evict_at`` are held. A policy that says otherwise drops by a
+        threshold or a lifetime, or shares a budget out over the ``slots.kept_sets`` sets of a sequence; rows may then
+        hold different numbers, and steps are taken by the reference scan.
+        """
+        count = slots.count
+        return torch.where(count >= schedule.evict_at, count - schedule.leaves, 0)
+
+    def evicts_to(self, asked: int | None = None) -> int:
+        """How many positions an eviction leaves that is asked for ``asked``: no more than this layer's share.
+
+        None asks for what a cache asks for, the layer's budget.
+        """
+        asked = self.layer_budget if asked is None else asked
+        return asked if self.layer_budgets == UNIFORM else min(asked, self.layer_budget)
+
+    def keeps_of_prompt(self, tokens: int, held: int) -> int:
+        """How many of ``held`` positions remain at the end of a prompt of ``tokens`` tokens that was read at once."""
+        fits = held <= self.layer_budget and not self.prompt_only
+        return held if fits else min(held, self.evicts_to())
 
     def evidence(self, slots: Slots) -> Tensor | None:
         """[R, S]: the policy's own record of each position for people to look at; NaN where nothing was observed."""
@@ -231,32 +277,32 @@ class Policy:
         return max(0 if self.newest_competes else 1, self.recent_window)
 
     @property
-    def effective_budget(self) -> int:
+    def layer_budget(self) -> int:
         """What this layer is asked to hold: ``budget``, unless ``layer_budgets`` shares it out unevenly."""
         if self.layer_budgets == UNIFORM:
             return self.budget
-        share = layers.share(
+        share = layer_budgets.share(
             self.name, self.layer_budgets, self.budget, self.layer, self.num_layers, self.recent_window
         )
         return min(max(share, self.sinks + self.recent_window + 1), MOST)
 
-    def keeps(self, asked: int) -> int:
-        """How many positions remain after ``evict(asked)`` of a running policy: no more than this layer's share."""
-        return asked if self.layer_budgets == UNIFORM else min(asked, self.effective_budget)
+    def schedule(self, evict_every: int = 1) -> Schedule:
+        """When a layer of a cache evicts, and down to what: once ``layer_budget + evict_every`` would be held."""
+        evict_at = NEVER if self.prompt_only else min(self.layer_budget + evict_every, NEVER)
+        return Schedule(evict_at, self.evicts_to())
 
-    def remains(self, seen: int) -> int:
-        """How many positions a cache's eviction leaves, ``seen`` tokens having been seen. Usually the budget."""
-        return self.keeps(self.effective_budget)
+    @property
+    def uneven(self) -> bool:
+        """Whether kept sets may hold different numbers, since the policy itself says how many go."""
+        return type(self).excess is not Policy.excess
 
     def for_layer(self, layer: int, layers: int) -> Self:
         """The policy of layer ``layer`` (0-based) of a model with ``layers`` layers."""
         return dataclasses.replace(self, layer=layer, num_layers=layers)
 
-    def start(self) -> RunningPolicy:
-        """A running instance: token 0 is held, nothing observed. See :class:`~tova.policies.running.RunningPolicy`."""
-        from tova.policies.running import RunningPolicy
-
-        return RunningPolicy(self)
+    def start(self) -> Any:
+        """The policy at work on one sequence, token by token: a :class:`~tova.policies.stepwise.StepwisePolicy`."""
+        return self._stepwise(self)
 
     def with_budget(self, budget: int) -> Self:
         """The same policy at another budget."""
@@ -287,133 +333,3 @@ class Watcher(Protocol):
     def chosen(self, slots: Slots, candidates: Tensor, excess: Tensor | int) -> None:
         """``excess`` (an int or int64 [R, 1]) of the ``candidates`` (bool [R, S]) are about to go."""
         ...
-
-
-def named(policy: Policy) -> str:
-    """What a policy is called in a sentence."""
-    return policy.name or type(policy).__name__
-
-
-def ask(policy: Policy, function: str, step: Tensor | int | None, *arguments: Any) -> Any:
-    """``policy.function(*arguments)``; what goes wrong in a function of one's own names policy, function and step.
-
-    Raises:
-        UsageError: the function of a policy that is not built in raised something, which is its cause.
-    """
-    try:
-        return getattr(policy, function)(*arguments)
-    except (UsageError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as e:
-        from tova.policies.contract import is_own
-
-        if not is_own(policy):
-            raise
-        if isinstance(step, Tensor):  # the newest token's position, which has yet to join when it is observed
-            step = int(step.max()) + (function == "observe")
-        at = "" if step is None else f" at step {step}"
-        if isinstance(e, NotImplementedError) and not str(e):
-            raise UsageError(f"{named(policy)}: {function} is not implemented, and is needed{at}") from e
-        raise UsageError(f"{named(policy)}: {function} failed{at}: {type(e).__name__}: {e}") from e
-
-
-def new_records(policy: Policy, rows: int, slots: int, dtype: torch.dtype, device: Any = None) -> dict[str, Tensor]:
-    """Records of ``rows`` x ``slots`` freshly admitted positions."""
-    return {
-        name: torch.full((rows, slots, *r.width), r.fill, dtype=r.dtype or dtype, device=device)
-        for name, r in ask(policy, "records", None).items()
-    }
-
-
-def observe(
-    policy: Policy, slots: Slots, attn: Tensor, active: Tensor | None = None, known: Tensor | None = None
-) -> None:
-    """Show the policy one step, in place. Rows that are not ``active`` and ``known``, bool [R, 1], stay as they were.
-
-    ``known`` says whose weights are finite; those of the others are zeros here.
-    """
-    if not policy.reads_attention:
-        return
-    if known is not None:
-        active = known if active is None else known & active
-    for name, value in ask(policy, "observe", slots.newest, slots, attn).items():
-        old = slots.records[name]
-        if active is not None:
-            value = torch.where(active.view(-1, *[1] * (old.ndim - 1)), value, old)
-        slots.records[name] = value.to(old.dtype)
-    slots.observed = slots.observed + (1 if active is None else active.long())
-
-
-def admit(
-    policy: Policy,
-    slots: Slots,
-    slot: Tensor | int,
-    position: Tensor,
-    active: Tensor | None = None,
-    own: Tensor | None = None,
-    known: Tensor | None = None,
-) -> None:
-    """Let the newest token join, in place: occupy ``slot`` (an index, or int64 [R, 1]) with fresh records.
-
-    ``own`` [R, 1] is the weight it gave to itself, None where tokens do not attend to themselves; ``known`` bool [R, 1]
-    says where it is finite, None if everywhere.
-    """
-    rows = slots.positions.shape[0]
-    where = slot if isinstance(slot, Tensor) else torch.full((rows, 1), slot, device=slots.positions.device)
-    position = position.expand(rows, 1)
-    joins = torch.ones_like(where, dtype=torch.bool) if active is None else active
-    slots.held = slots.held.scatter(-1, where, joins | slots.held.gather(-1, where))
-    slots.positions = slots.positions.scatter(-1, where, position)
-    slots.newest = torch.where(joins, position, slots.newest)
-    joined = {} if own is None else ask(policy, "admitted", position, own)
-    for name, record in policy.records().items():
-        old = slots.records[name]
-        index = where.view(rows, 1, *[1] * len(record.width)).expand(rows, 1, *record.width)
-        if name in joined:
-            fresh = joined[name].to(old.dtype).reshape(index.shape)
-            if known is not None:
-                fresh = fresh.masked_fill(~known.view(rows, 1, *[1] * len(record.width)), record.fill)
-            slots.records[name] = old.scatter(1, index, fresh)
-        else:
-            slots.records[name] = old.scatter(1, index, record.fill)
-    if policy.watcher is not None:
-        policy.watcher.joined(slots)
-
-
-def choose(policy: Policy, slots: Slots, excess: Tensor | int, most: int | None = None) -> Tensor:
-    """bool [R, S]: the ``excess`` (an int or int64 [R, 1]) lowest-scored candidates of each row.
-
-    Candidates are the held positions that are not protected and whose score is not NaN. Where they are fewer than must
-    go, all of them go, and then the oldest held positions that are no sinks; callers that must not let that pass
-    compare counts before. ``most`` is an upper bound on ``excess`` where the caller knows one: it saves reading the
-    tensor.
-    """
-    score = ask(policy, "score", slots.newest, slots)
-    if not score.is_floating_point():
-        score = score.double()
-    candidates = slots.held & ~ask(policy, "protected", slots.newest, slots) & ~score.isnan()
-    if policy.watcher is not None:
-        policy.watcher.chosen(slots, candidates, excess)
-    score = score.masked_fill(~candidates, float("inf"))
-    if most is None:
-        most = excess if isinstance(excess, int) else int(excess.max())
-    if most <= 0:
-        return torch.zeros_like(candidates)
-    others = slots.held & ~candidates & (slots.positions >= policy.sinks)
-    if most == 1:
-        tied = candidates & (score == score.amin(-1, keepdim=True))
-        tied = tied | (others & ~candidates.any(-1, keepdim=True))
-        slot = slots.positions.masked_fill(~tied, torch.iinfo(torch.int64).max).argmin(-1, keepdim=True)
-        first = torch.zeros_like(candidates).scatter(-1, slot, True)
-        return first & tied & (excess > 0)
-    order, _ = slots.in_position_order()
-    by_score = order.gather(-1, score.gather(-1, order).argsort(dim=-1, stable=True))
-    turn = torch.where(candidates, 0, torch.where(others, 1, 2))  # an infinite score is one, what has none comes later
-    by_turn = by_score.gather(-1, turn.gather(-1, by_score).argsort(dim=-1, stable=True))
-    rank = by_turn.argsort(dim=-1)
-    return (candidates | others) & (rank < excess)
-
-
-def as_row(attn: Sequence[float] | Tensor | Any, dtype: torch.dtype) -> Tensor:
-    """[1, n] in ``dtype`` from a list, an array or a tensor of n weights."""
-    return torch.as_tensor(attn, dtype=dtype, device="cpu").reshape(1, -1)

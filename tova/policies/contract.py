@@ -8,34 +8,22 @@ there on it is on its own, and costs what a built-in one costs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tova.errors import UsageError
-from tova.policies.base import Policy, ask, named
+from tova.policies.base import Policy
 from tova.policies.slots import Slots, Tokens
+from tova.policies.steps import ask, named
 
 STEPS = 128
-"""Steps of a running policy that are watched, the first eviction apart."""
+"""Steps of a stepwise policy that are watched, the first eviction apart."""
 
 
 class ContractError(UsageError):
     """A policy does not keep the contract; the message says what it did, where."""
-
-
-@lru_cache(maxsize=1)
-def _built_in() -> frozenset[type[Policy]]:
-    from tova.policies import POLICIES
-
-    return frozenset(POLICIES.values())
-
-
-def is_own(policy: Policy) -> bool:
-    """Whether ``policy`` is not built in; a subclass of one that is may have changed anything."""
-    return type(policy) not in _built_in()
 
 
 def watched(policy: Policy, first: int = 0) -> Policy:
@@ -68,14 +56,14 @@ class Watched:
             self._fits("observe", name, value, old.shape, old.dtype, step)
         return changed
 
-    def admitted(self, own: Tensor) -> dict[str, Tensor]:
-        joined = ask(self._policy, "admitted", None, own)
+    def admitted(self, self_weight: Tensor) -> dict[str, Tensor]:
+        joined = ask(self._policy, "admitted", None, self_weight)
         records = self._policy.records()
         for name, value in self._mapping("admitted", joined).items():
             if name not in records:
                 raise self._wrong(f"admitted returned {name!r}, which records() does not name")
             record = records[name]
-            self._fits("admitted", name, value, (len(own), 1, *record.width), record.dtype or torch.float32)
+            self._fits("admitted", name, value, (len(self_weight), 1, *record.width), record.dtype or torch.float32)
         return joined
 
     def features(self, tokens: Tokens) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from tova.policies.base import MOST, Cost, Policy
-from tova.policies.layers import UNIFORM, LayerBudgets
+from tova.policies.layer_budgets import UNIFORM, LayerBudgets
 from tova.policies.slots import Slots
 
 UNBOUNDED = MOST

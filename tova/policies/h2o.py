@@ -72,8 +72,8 @@ class H2OHead(H2OHalf):
 
     per_head: bool = True
 
-    def admitted(self, own: Tensor) -> dict[str, Tensor]:
-        return {"sum": own}
+    def admitted(self, self_weight: Tensor) -> dict[str, Tensor]:
+        return {"sum": self_weight}
 
 
 @dataclass(frozen=True, kw_only=True)

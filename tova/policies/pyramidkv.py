@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tova.policies.layers import LayerBudgets
+from tova.policies.layer_budgets import LayerBudgets
 from tova.policies.snapkv import SnapKV
 
 

@@ -95,9 +95,9 @@ class ScissorhandsPaper(Policy):
     def evidence(self, slots: Slots) -> Tensor:
         return -self.score(slots)
 
-    def keeps(self, asked: int) -> int:
+    def evicts_to(self, asked: int | None = None) -> int:
         least = self.sinks + self.recent_window
-        return max(super().keeps(asked) - int(self.drop_share * self.effective_budget), least, 1)
+        return max(super().evicts_to(asked) - int(self.drop_share * self.layer_budget), least, 1)
 
     def cost(self) -> Cost:
         bits = -(-self.history // 8)

@@ -31,7 +31,10 @@ class Slots:
         records: what the policy remembers, name -> [R, S, ...].
         observed: int64 [R, 1], how many steps have been observed so far.
         newest: int64 [R, 1], the position of the newest token.
-        features: what is fixed of each token, name -> [R, S]; see ``Policy.features``.
+        features: what is fixed of each token, name -> [R, S] or [R, S, n]; see ``Policy.features``.
+        kept_sets: how many of the R rows are one sequence's; they are next to each other.
+        keys, values: [B, K, S, D], what is held, for a policy that looks at them itself; None in a compiled engine, and
+            where there are none (a stream of attention rows).
     """
 
     positions: Tensor
@@ -40,6 +43,9 @@ class Slots:
     observed: Tensor
     newest: Tensor
     features: dict[str, Tensor] = field(default_factory=dict)
+    kept_sets: int = 1
+    keys: Tensor | None = None
+    values: Tensor | None = None
 
     def __getitem__(self, record: str) -> Tensor:
         return self.records[record]
@@ -86,6 +92,107 @@ class Slots:
         dense = x.gather(-1, order).masked_fill(~held, 0.0)
         pooled = torch.nn.functional.avg_pool1d(dense.unsqueeze(1), kernel, stride=1, padding=kernel // 2).squeeze(1)
         return pooled.gather(-1, rank)
+
+    # -- what the engines do with them -----------------------------------------------------------------------------
+
+    def tensors(self) -> list[Tensor]:
+        """All that is remembered."""
+        return [self.positions, self.held, self.observed, self.newest, *self.records.values(), *self.features.values()]
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Slots:
+        """Every tensor changed, the first dimension being rows."""
+        return Slots(
+            positions=change(self.positions),
+            held=change(self.held),
+            records={name: change(record) for name, record in self.records.items()},
+            observed=change(self.observed),
+            newest=change(self.newest),
+            features={name: change(feature) for name, feature in self.features.items()},
+            kept_sets=self.kept_sets,
+        )
+
+    def taken(self, order: Tensor) -> Slots:
+        """Slot i becomes what was in ``order[r, i]`` (int64 [R, S'])."""
+
+        def take(entries: Tensor) -> Tensor:
+            index = order.view(*order.shape, *[1] * (entries.ndim - 2)).expand(*order.shape, *entries.shape[2:])
+            return entries.gather(1, index)
+
+        return self._with(take)
+
+    def padded(self, records: dict[str, Tensor], more: int) -> Slots:
+        """The same followed by ``more`` empty slots with these records [R, more, ...]."""
+        return Slots(
+            positions=torch.nn.functional.pad(self.positions, (0, more), value=-1),
+            held=torch.nn.functional.pad(self.held, (0, more)),
+            records={name: torch.cat([old, records[name]], 1) for name, old in self.records.items()},
+            observed=self.observed,
+            newest=self.newest,
+            features={name: _pad(feature, more) for name, feature in self.features.items()},
+            kept_sets=self.kept_sets,
+        )
+
+    def followed_by(self, positions: Tensor, records: dict[str, Tensor], features: dict[str, Tensor]) -> Slots:
+        """The same followed by slots for tokens at ``positions`` [R, C], which have yet to join."""
+        return Slots(
+            positions=torch.cat([self.positions, positions], 1),
+            held=torch.nn.functional.pad(self.held, (0, positions.shape[1])),
+            records={name: torch.cat([old, records[name]], 1) for name, old in self.records.items()},
+            observed=self.observed,
+            newest=self.newest,
+            features={
+                name: torch.cat([self.features[name], new], 1) if name in self.features else new
+                for name, new in features.items()
+            },
+            kept_sets=self.kept_sets,
+        )
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Slots:
+        """Everything that is per slot changed."""
+        return Slots(
+            positions=change(self.positions),
+            held=change(self.held),
+            records={name: change(record) for name, record in self.records.items()},
+            observed=self.observed,
+            newest=self.newest,
+            features={name: change(feature) for name, feature in self.features.items()},
+            kept_sets=self.kept_sets,
+        )
+
+
+def _pad(entries: Tensor, more: int) -> Tensor:
+    """[R, S + more, ...] of [R, S, ...]."""
+    return torch.nn.functional.pad(entries, (0, 0) * (entries.ndim - 2) + (0, more))
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """What the query heads that share a kept set gave to each slot in one step, or in several.
+
+    Attributes:
+        weights: float32 [R, H_g, S] or [R, H_g, C, S], 0 where the slot is not seen.
+        logits: what they are the softmax of; minus infinity where the slot is not seen.
+        sink_logits: [R, H_g], logits that only add to the sums; None without.
+        dtype: the model's.
+    """
+
+    weights: Tensor
+    logits: Tensor
+    sink_logits: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def rounded(self) -> Tensor:
+        """The weights as a model in half precision has them: rounded to its dtype."""
+        return self.weights.to(self.dtype)
+
+    @property
+    def logsumexp(self) -> Tensor:
+        """[R, H_g, 1] or [R, H_g, C, 1]: ``logits = weights.log() + logsumexp``."""
+        total = self.logits.logsumexp(-1, keepdim=True)
+        if self.sink_logits is None:
+            return total
+        return torch.logaddexp(total, self.sink_logits.view(*total.shape[:2], *[1] * (total.ndim - 2)))
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tova.errors import UsageError
 from tova.policies.base import WIDEST, Cost, Policy, Record
-from tova.policies.layers import LayerBudgets
-from tova.policies.slots import Slots
+from tova.policies.layer_budgets import LayerBudgets
+from tova.policies.slots import HeadWeights, Slots
 
 POOLINGS = ("average", "max")
 
@@ -39,7 +39,6 @@ class SnapKVPrefill(Policy):
     name: ClassVar[str] = "snapkv_prefill"
     least_recent_window: ClassVar[int] = 1
     prompt_only: ClassVar[bool] = True
-    rounds_weights: ClassVar[bool] = True
 
     recent_window: int = 32
     per_head: bool = True
@@ -54,6 +53,9 @@ class SnapKVPrefill(Policy):
             raise UsageError(f"{self.name}: pool_kernel must be odd, got {self.pool_kernel}")
         if self.pooling not in POOLINGS:
             raise UsageError(f"{self.name}: pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
+
+    def combine(self, heads: HeadWeights) -> Tensor:
+        return heads.rounded.mean(1).float()
 
     def records(self) -> dict[str, Record]:
         return {"ring": Record(width=(self.recent_window,), dtype=torch.float32)}
@@ -101,13 +103,17 @@ class PyramidKVPrefill(SnapKVPrefill):
         super().__post_init__()
         self.require("beta", at_least=1)
 
-    def remains(self, seen: int) -> int:
+    def keeps_of_prompt(self, tokens: int, held: int) -> int:
+        return min(held, self._share(tokens))
+
+    def _share(self, tokens: int) -> int:
+        """What this layer keeps of a prompt of so many tokens."""
         window, beyond = self.recent_window, self.budget - self.recent_window
-        if self.num_layers == 1 or seen < 2 * beyond:
+        if self.num_layers == 1 or tokens < 2 * beyond:
             return self.budget
         least = beyond // self.beta
         most = 2 * beyond - least
-        if most >= seen - window:
-            most = seen - window
+        if most >= tokens - window:
+            most = tokens - window
             least = 2 * beyond - most
         return max(window + most - self.layer * ((most - least) // (self.num_layers - 1)), self.sinks + window)

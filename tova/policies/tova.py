@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from tova.policies.base import Cost, Policy, Record
-from tova.policies.slots import Slots, Tokens
+from tova.policies.slots import HeadWeights, Slots, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,12 @@ class TovaOfficial(Tova):
 
     name: ClassVar[str] = "tova_official"
     newest_competes: ClassVar[bool] = True
-    rounds_weights: ClassVar[bool] = True
 
-    def admitted(self, own: Tensor) -> dict[str, Tensor]:
-        return {"weight": own}
+    def combine(self, heads: HeadWeights) -> Tensor:
+        return heads.rounded.mean(1).float()
+
+    def admitted(self, self_weight: Tensor) -> dict[str, Tensor]:
+        return {"weight": self_weight}
 
 
 @dataclass(frozen=True, kw_only=True)

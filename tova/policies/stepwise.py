@@ -9,13 +9,14 @@ import torch
 
 from tova.errors import UsageError
 from tova.policies import contract
-from tova.policies.base import Policy, admit, as_row, ask, choose, integer, new_records, observe
+from tova.policies.base import Policy, integer
 from tova.policies.slots import Slots
+from tova.policies.steps import admit, as_row, ask, choose, is_own, new_records, observe
 
 _DTYPE = torch.float64
 
 
-class RunningPolicy:
+class StepwisePolicy:
     """The kept set of one layer of one sequence under ``policy``, records in float64.
 
     The kept set starts as ``{0}``. Each decode step is one :meth:`on_decode_step`, then :meth:`evict` whenever more
@@ -36,7 +37,7 @@ class RunningPolicy:
             newest=torch.zeros(1, 1, dtype=torch.int64, device="cpu"),
         )
         # What is asked: the policy, watched through its first steps and its first eviction if it is one's own.
-        self._asked = contract.watched(policy, first=1) if contract.is_own(policy) else policy
+        self._asked = contract.watched(policy, first=1) if is_own(policy) else policy
         self._steps = 0
         self._evicted = False
 
@@ -86,7 +87,7 @@ class RunningPolicy:
         asked = integer(budget)
         if asked is None or asked < 1:
             raise UsageError(f"evict: budget must be an integer of at least 1, got {budget!r}")
-        target = self.policy.keeps(asked)
+        target = self.policy.evicts_to(asked)
         excess = self.kept - target
         if excess <= 0:
             return []
@@ -135,11 +136,19 @@ class RunningPolicy:
         return None if math.isnan(value) else value
 
     @property
-    def effective_budget(self) -> int:
+    def layer_budget(self) -> int:
         """The share of the budget this layer is asked to hold."""
-        return self.policy.effective_budget
+        return self.policy.layer_budget
+
+    @property
+    def effective_budget(self) -> int:
+        """What the canonical cases call :attr:`layer_budget`."""
+        return self.layer_budget
 
     @property
     def sinks_held(self) -> int:
         """How many of the policy's sink positions are held."""
         return int(self._slots.first(self.policy.sinks).sum())
+
+
+Policy._stepwise = StepwisePolicy
