@@ -277,19 +277,19 @@ class LayerState:
             order = (~slots.held).to(torch.uint8).argsort(dim=-1, stable=True)[:, : self.most]
         else:
             order = slots.held.nonzero()[:, 1].view(-1, self.most)
-        self.take(order)
+        self.select_slots(order)
 
     def into_position_order(self) -> None:
         """Occupied slots first and by position, and as few as hold them all."""
         if not self.ordered or self.slots.held.shape[1] > self.most:
             order, _ = self.slots.in_position_order()
-            self.take(order[:, : self.most])
+            self.select_slots(order[:, : self.most])
             self.ordered, self.used = True, self.most
 
-    def take(self, order: Tensor) -> None:
+    def select_slots(self, order: Tensor) -> None:
         """Re-slot every tensor: slot i becomes what was in ``order[r, i]`` (int64 [R, S'])."""
         self.keys, self.values = _entries_in(self.keys, order), _entries_in(self.values, order)
-        self.slots = self.slots.taken(order)
+        self.slots = self.slots.selected(order)
 
     def map_batch(self, select: Callable[[Tensor, int], Tensor]) -> None:
         """Apply ``select(tensor, rows_per_sequence)`` to every tensor's first dimension (beams, repeats, subsets)."""

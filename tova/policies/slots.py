@@ -111,14 +111,14 @@ class Slots:
             kept_sets=self.kept_sets,
         )
 
-    def taken(self, order: Tensor) -> Slots:
+    def selected(self, order: Tensor) -> Slots:
         """Slot i becomes what was in ``order[r, i]`` (int64 [R, S'])."""
 
-        def take(entries: Tensor) -> Tensor:
+        def select(entries: Tensor) -> Tensor:
             index = order.view(*order.shape, *[1] * (entries.ndim - 2)).expand(*order.shape, *entries.shape[2:])
             return entries.gather(1, index)
 
-        return self._with(take)
+        return self._with(select)
 
     def padded(self, records: dict[str, Tensor], more: int) -> Slots:
         """The same followed by ``more`` empty slots with these records [R, more, ...]."""
