@@ -153,7 +153,7 @@ def bound_topk(trace: Trace, budget: int) -> float:
 
 
 @dataclass(frozen=True)
-class Foresight:
+class Oracle:
     """A real policy with foresight (open loop only): drops the position with the least *future* attention.
 
     It is greedy, so it bounds nothing; it shows what knowing the future of this trace would be worth. Ties go to
@@ -164,11 +164,11 @@ class Foresight:
     budget: int
     name: str = "oracle"
 
-    def start(self) -> _StepwiseForesight:
-        return _StepwiseForesight(self.trace)
+    def start(self) -> _StepwiseOracle:
+        return _StepwiseOracle(self.trace)
 
 
-class _StepwiseForesight:
+class _StepwiseOracle:
     def __init__(self, trace: Trace) -> None:
         self._rows = trace.rows
         self._future = np.zeros(len(trace) + 1)
