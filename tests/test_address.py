@@ -9,17 +9,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from support.results import cell
 
-from experiments import fingerprint, settings, sweeper
+from experiments import fingerprint
 
 ROOT = Path(__file__).parent.parent
-
-
-def cell(*words: str):
-    sweeper.register()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return settings.planned(compose("config", ["model=random_llama", *words]))
 
 
 POLICY = '''

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support.layers import qkv
+from support.policies import EVICTING
 
 from tova import UsageError, policies
 from tova.check import ContractError, check, main
@@ -16,7 +18,7 @@ from tova.simulation import simulate
 from tova.trace import canonical_trace
 
 
-@pytest.mark.parametrize("name", [name for name in policies.POLICIES if name != "full"])
+@pytest.mark.parametrize("name", EVICTING)
 def test_built_in_policies_keep_it(name: str) -> None:
     assert len(check(policies.make(name, budget=40))) >= 2
 
@@ -195,8 +197,7 @@ OF_OWN_WEIGHT = {OwnWeightTwice: "good: admitted returned 'sum' as float32"}
 
 
 def replayed(policy: Policy, scan, cuts: list[int], chunk: int = 16) -> LayerState:
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(2, heads, cuts[-1], 8, generator=generator) for heads in (4, 2, 2))
+    q, k, v = qkv(tokens=cuts[-1], seed=1)
     state = LayerState.empty(policy, k, v, 1, log=True)
     begin = 0
     for end in cuts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as t
-from models import build, forward, tiny, tokens
+from support.models import build, forward, tiny, tokens
 
 import tova
 from tova import EvictingCache, UsageError, policies

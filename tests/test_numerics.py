@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import tiny, tokens
+from support.models import tiny, tokens
 
 from tova import EvictingCache, policies
 from tova.measures import AttentionMeasures, AttentionReport, _cross_entropy, perplexity, token_nll

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from models import forward, tiny, tokens
+from support.models import forward, tiny, tokens
 
 import tova
 from tova import EvictingCache, policies

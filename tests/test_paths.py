@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from models import forward, tiny, tokens
+from support.models import forward, tiny, tokens
 
 import tova
 from tova import EvictingCache, band, policies, products

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from models import forward, tiny, tokens
+from support.models import forward, tiny, tokens
 
 from tova import EvictingCache, UsageError, policies
 from tova.measures import AttentionMeasures, token_nll
