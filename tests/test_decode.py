@@ -23,7 +23,7 @@ from tova.compat import cache_argument
 from tova.policies import Policy
 from tova.replay import NEVER, Attention, LayerState, replay
 from tova.scan import cpu, reference
-from tova.scan import step as compiled
+from tova.decode import cpu as compiled
 from tova.scan.modes import MODES
 
 PROMPT, TOKENS = 16, 50
@@ -45,9 +45,9 @@ def agree(policy, monkeypatch, **how) -> None:
         return real(*args)
 
     monkeypatch.setattr(compiled, "step", step)
-    expected, slow = prompt_and_tokens(policy, reference.scan, **how)
+    expected, slow = prompt_and_tokens(policy, reference.SCAN, **how)
     assert not taken
-    found, fast = prompt_and_tokens(policy, cpu.scan, **how)
+    found, fast = prompt_and_tokens(policy, cpu.SCAN, **how)
     assert len(taken) == how.get("tokens", TOKENS) - how.get("prompt", PROMPT)
     assert (slow.log.view == fast.log.view).all()
     assert (found - expected).abs().max() < 1e-5
@@ -58,7 +58,7 @@ def agree(policy, monkeypatch, **how) -> None:
     assert (slow.slots.positions[held] == fast.slots.positions[held]).all()
     for name, record in slow.slots.records.items():
         torch.testing.assert_close(fast.slots[name][held], record[held], equal_nan=True, atol=1e-5, rtol=1e-5)
-    assert (slow.most, slow.dense, slow.ordered, slow.seen) == (fast.most, fast.dense, fast.ordered, fast.seen)
+    assert (slow.most, slow.used, slow.ordered, slow.seen) == (fast.most, fast.used, fast.ordered, fast.seen)
     if policy.name != "full" and not policy.prompt_only:
         assert (slow.log.view < NEVER).any()
 
@@ -77,7 +77,7 @@ def test_every_policy(name: str, split: bool, monkeypatch) -> None:
     for heads, padding, every in itertools.product([(4, 2), (2, 2)], [None, [0, 9]], [1, 5]):
         if plain and padding is None:
             continue  # ordinary attention, nothing to decide
-        agree(make(name), monkeypatch, heads=heads, padding=padding, every=every)
+        agree(make(name), monkeypatch, heads=heads, padding=padding, evict_every=every)
     if plain:
         return
     if name != "streaming_llm_reindexed":
@@ -86,7 +86,7 @@ def test_every_policy(name: str, split: bool, monkeypatch) -> None:
         agree(make(name, sinks=3), monkeypatch)
     agree(make(name), monkeypatch, how=Attention(0.3, softcap=2.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])))
     agree(make(name), monkeypatch, visibility=Window(9))
-    agree(make(name), monkeypatch, visibility=Window(30), padding=[0, 3], every=3)
+    agree(make(name), monkeypatch, visibility=Window(30), padding=[0, 3], evict_every=3)
     agree(make(name), monkeypatch, prompt=3, width=24)
     agree(make(name), monkeypatch, prompt=1, batch=1, tokens=40)
 
@@ -96,7 +96,7 @@ def test_ties_go_to_the_lower_position(name: str) -> None:
     """Equal keys and values: all weights are equal at every step, and slots are in no order."""
     policy = make(name, **({} if name == "snapkv" else dict(per_head=False)))
     logs = []
-    for scan in (reference.scan, cpu.scan):
+    for scan in (reference.SCAN, cpu.SCAN):
         ones = torch.ones(1, 2, 1, SIZE)
         state = LayerState.empty(policy, ones, ones, 1, log=True)
         for _ in range(50):
@@ -114,15 +114,15 @@ def test_the_smallest_budgets(budget: int, monkeypatch) -> None:
 def test_positions_far_apart(monkeypatch) -> None:
     """Position order is found a byte at a time: sinks and a window thousands of tokens later."""
     policy = policies.make("snapkv", budget=40, sinks=4, recent_window=8, obs_window=4)
-    state, expected = prompt_and_tokens(policy, cpu.scan)[1], prompt_and_tokens(policy, reference.scan)[1]
+    state, expected = prompt_and_tokens(policy, cpu.SCAN)[1], prompt_and_tokens(policy, reference.SCAN)[1]
     for one in (state, expected):
         one.seen += 70_000  # as if that many had gone by in between
         one.slots.newest = one.slots.newest + 70_000
         one.log = None
     ones = torch.randn(2, 4, 1, SIZE, generator=torch.Generator().manual_seed(1))
     for _ in range(30):
-        a = replay(ones, ones[:, :2], ones[:, :2], state, policy, Attention(0.25), scan=cpu.scan)
-        b = replay(ones, ones[:, :2], ones[:, :2], expected, policy, Attention(0.25), scan=reference.scan)
+        a = replay(ones, ones[:, :2], ones[:, :2], state, policy, Attention(0.25), scan=cpu.SCAN)
+        b = replay(ones, ones[:, :2], ones[:, :2], expected, policy, Attention(0.25), scan=reference.SCAN)
         assert (a - b).abs().max() < 1e-5
     assert (state.slots.held == expected.slots.held).all()
     assert (state.slots.positions == expected.slots.positions).all()
@@ -130,7 +130,7 @@ def test_positions_far_apart(monkeypatch) -> None:
 
 def test_other_policies_and_precisions_keep_the_torch_step(monkeypatch) -> None:
     monkeypatch.setattr(compiled, "step", None)
-    prompt_and_tokens(make("scissorhands_paper", recent_window=3, history=20), reference.scan)
+    prompt_and_tokens(make("scissorhands_paper", recent_window=3, history=20), reference.SCAN)
     assert not compiled.supports(make("tova"), torch.bfloat16)
     assert not compiled.supports(make("streaming_llm_reindexed"), torch.float32)
     model = tiny("llama").to(torch.bfloat16)

@@ -15,12 +15,13 @@ from tova import policies
 from tova.check import check
 from tova.compat import cache_argument
 from tova.replay import Attention, LayerState, replay
-from tova.scan import cpu, fixed_point, reference, step
+from tova.decode import cpu as step
+from tova.scan import cpu, fixed_point, reference
 from tova.simulation import simulate
 from tova.trace import canonical_trace
 
 DEFAULTS = ("bfloat16", "float64", "meta")
-SCANS = {"reference": reference.scan, "cpu": cpu.scan, "fixed_point": fixed_point.scan}
+SCANS = {"reference": reference.SCAN, "cpu": cpu.SCAN, "fixed_point": fixed_point.SCAN}
 BUDGET = 9
 
 
@@ -69,7 +70,7 @@ def replayed(name: str, scan, made: list[torch.Tensor], **how) -> tuple:
         out.append(
             replay(
                 query[:, :, begin:end], key[:, :, begin:end], value[:, :, begin:end], state, policy, attention,
-                scan=scan, chunk=8, real=real[:, begin:end] if padded and begin == 0 else None,
+                scan=scan, chunk=8, not_padding=real[:, begin:end] if padded and begin == 0 else None,
                 **how | (dict(one_shot=True) if begin == 0 and "prefill" in name else {}),
             )
         )  # fmt: skip
@@ -81,7 +82,7 @@ def replayed(name: str, scan, made: list[torch.Tensor], **how) -> tuple:
 def test_replay(name: str, scan: str) -> None:
     if (scan == "cpu" and not cpu.supports(small(name, BUDGET))) or (scan == "fixed_point" and name == "h2o_masked"):
         pytest.skip("another scan's")
-    for how in ({}, dict(padded=True, sinks=True), dict(visibility=Window(6), every=3, softcap=5.0)):
+    for how in ({}, dict(padded=True, sinks=True), dict(visibility=Window(6), evict_every=3, softcap=5.0)):
         made = numbers()
         expected = replayed(name, SCANS[scan], made, **how)
         for what in DEFAULTS:
@@ -94,10 +95,10 @@ def test_replay(name: str, scan: str) -> None:
 def test_replay_of_other_dtypes(dtype: torch.dtype) -> None:
     made = numbers(dtype)
     for name in ("tova", "h2o_head", "scissorhands", "full", "window"):
-        expected = replayed(name, reference.scan, made)
+        expected = replayed(name, reference.SCAN, made)
         for what in DEFAULTS:
             with default(what):
-                assert same(replayed(name, reference.scan, made), expected), what
+                assert same(replayed(name, reference.SCAN, made), expected), what
 
 
 def test_replay_with_threads_and_what_is_not_finite(monkeypatch) -> None:
@@ -109,10 +110,10 @@ def test_replay_with_threads_and_what_is_not_finite(monkeypatch) -> None:
     monkeypatch.setattr(step, "_THREADS", 1)
     try:
         for name in ("tova", "window", "full"):
-            expected = replayed(name, cpu.scan, made)
+            expected = replayed(name, cpu.SCAN, made)
             for what in DEFAULTS:
                 with default(what):
-                    assert same(replayed(name, cpu.scan, made), expected), what
+                    assert same(replayed(name, cpu.SCAN, made), expected), what
     finally:
         torch.set_num_threads(usual)
 
@@ -121,7 +122,7 @@ def test_replay_with_threads_and_what_is_not_finite(monkeypatch) -> None:
 def test_simulation_and_check(name: str) -> None:
     policy = small(name, BUDGET)
     trace = canonical_trace(tokens=60)
-    engines = [] if policy.wants_features else ["running", "auto"]
+    engines = [] if policy.wants_features else ["stepwise", "auto"]
     expected = [vars(simulate(policy, trace, engine)) for engine in engines]
     for what in DEFAULTS:
         with default(what):

@@ -163,7 +163,7 @@ def one_shot(model, policy: str) -> None:
             assert (dropped == window).all()
             for layer in range(len(cache.layers)):
                 made = cache.layers[layer].policy
-                assert len(cache.kept(layer)) == (TOKENS if policy == "full" else made.remains(TOKENS))
+                assert len(cache.kept(layer)) == (TOKENS if policy == "full" else made.keeps_of_prompt(TOKENS, TOKENS))
         if scan == "reference":
             first = log
         assert (log == first).all()

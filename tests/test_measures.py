@@ -21,7 +21,7 @@ def eager_rows(model, ids, cache):
     Written without the library's attention: hooks take the queries and keys each layer's attention was given.
     """
     rows = []
-    original = tova.attention.attend
+    original = tova.attention.evicting_attention
     from transformers import AttentionInterface
 
     def spy(module, query, key, value, mask, **kwargs):

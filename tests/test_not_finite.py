@@ -22,7 +22,9 @@ from support.policies import options_of, small
 
 from tova.policies import Policy, Record
 from tova.replay import NEVER, Attention, LayerState, replay
-from tova.scan import cpu, fixed_point, has_triton, reference, step
+from tova.decode import cpu as step
+from tova.scan import cpu, fixed_point, reference
+from tova.scan.select import has_triton
 
 BATCH, HEADS, GROUPS, TOKENS, SIZE, BUDGET = 2, 4, 2, 44, 8, 9
 NAN, INF = math.nan, math.inf
@@ -233,19 +235,19 @@ def run(name: str, engine: str, made: dict[str, torch.Tensor], case: dict, monke
     """Outputs and ``evicted_at`` of one engine; None where it does not know the policy."""
     kind, cuts, chunk, threads = ENGINES[engine]
     policy = make(name)
-    scan = {"reference": reference.scan, "cpu": cpu.scan, "split": cpu.scan, "fixed_point": fixed_point.scan}.get(kind)
+    scan = {"reference": reference.SCAN, "cpu": cpu.SCAN, "split": cpu.SCAN, "fixed_point": fixed_point.SCAN}.get(kind)
     if kind == "split":
         monkeypatch.setattr(step, "_MANY", 0)
         monkeypatch.setattr(step, "_THREADS", 1)
     if kind.startswith("gpu"):
         from tova.scan import gpu
 
-        scan = gpu.scan if kind == "gpu" else fixed_point.scan
+        scan = gpu.SCAN if kind == "gpu" else fixed_point.SCAN
         if kind == "gpu" and not gpu.supports(policy):
             return None
-    if scan is cpu.scan and not cpu.supports(policy):
+    if scan is cpu.SCAN and not cpu.supports(policy):
         return None
-    if scan is fixed_point.scan and not fixed_point.supports(policy):
+    if scan is fixed_point.SCAN and not fixed_point.supports(policy):
         return None
     q, k, v = (made[what].clone() for what in ("query", "key", "value"))
     state = LayerState.empty(policy, k, v, GROUPS if policy.per_head else 1, log=True)
@@ -260,7 +262,7 @@ def run(name: str, engine: str, made: dict[str, torch.Tensor], case: dict, monke
             out.append(
                 replay(
                     q[:, :, begin:end], k[:, :, begin:end], v[:, :, begin:end], state, policy, attention, scan=scan,
-                    real=None if bool(columns.all()) else columns, every=case.get("every", 1), chunk=chunk,
+                    not_padding=None if bool(columns.all()) else columns, evict_every=case.get("every", 1), chunk=chunk,
                     visibility=Window(case["window"]) if "window" in case else None,
                 )
             )  # fmt: skip

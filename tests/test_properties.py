@@ -137,7 +137,7 @@ def check(case: dict) -> int:
             out.append(
                 replay(
                     q[:, :, a:z], k[:, :, a:z], v[:, :, a:z], state, policy, attention, scan=scan,
-                    real=None if columns.all() else columns, every=case["every"], chunk=case["chunk"],
+                    not_padding=None if columns.all() else columns, evict_every=case["every"], chunk=case["chunk"],
                 )
             )  # fmt: skip
         begin = end

@@ -10,7 +10,7 @@ from support.models import forward, tiny, tokens
 
 from tova import EvictingCache, UsageError, policies
 from tova.measures import AttentionMeasures, token_nll
-from tova.rows import SideBySide
+from tova.side_by_side import SideBySide
 
 
 def caches(**options) -> list[EvictingCache]:

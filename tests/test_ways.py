@@ -25,7 +25,7 @@ from tova import EvictingCache, UsageError, compat, policies
 from tova.compat import cache_argument
 from tova.masks import LazyMask, MaskRule, is_known, mask_maker
 from tova.measures import AttentionMeasures, token_nll
-from tova.rows import SideBySide
+from tova.side_by_side import SideBySide
 
 SMALL = dict(
     vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,

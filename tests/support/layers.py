@@ -50,7 +50,7 @@ def prompt_and_tokens(
         out.append(
             replay(
                 query[:, :, begin:end], key[:, :, begin:end], value[:, :, begin:end], state, policy,
-                how or Attention(SIZE**-0.5), scan=scan, real=real if begin == 0 else None, **more,
+                how or Attention(SIZE**-0.5), scan=scan, not_padding=real if begin == 0 else None, **more,
             )
         )  # fmt: skip
     return torch.cat(out, 2), state
