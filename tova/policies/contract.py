@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tova.errors import UsageError
-from tova.policies.base import Policy
+from tova.policies.base import Policy, Ring
 from tova.policies.slots import Slots, Tokens
 from tova.policies.steps import ask, named
 
@@ -35,11 +35,16 @@ def is_watched(policy: Policy) -> bool:
     return policy.watcher is not None
 
 
+def unwatched(policy: Policy) -> Policy:
+    """The policy that ``policy`` stands for; itself if nobody watches."""
+    return policy.watcher._policy if isinstance(policy.watcher, Watched) else policy
+
+
 class Watched:
     """Stands in for a policy, and raises a :class:`ContractError` at the first thing that one does wrong."""
 
     def __init__(self, policy: Policy, first: int = 0) -> None:
-        self._policy = policy
+        self.policy = self._policy = policy
         self._first = first
         self.watcher = self
 
@@ -53,7 +58,8 @@ class Watched:
             old = slots.records.get(name)
             if old is None:
                 raise self._wrong(f"observe returned {name!r}, which records() does not name", step)
-            self._fits("observe", name, value, old.shape, old.dtype, step)
+            shape = slots.held.shape if name in slots.rings else old.shape
+            self._fits("observe", name, value, shape, old.dtype, step)
         return changed
 
     def admitted(self, self_weight: Tensor) -> dict[str, Tensor]:
@@ -63,7 +69,9 @@ class Watched:
             if name not in records:
                 raise self._wrong(f"admitted returned {name!r}, which records() does not name")
             record = records[name]
-            self._fits("admitted", name, value, (len(self_weight), 1, *record.width), record.dtype or torch.float32)
+            one = (len(self_weight), 1)
+            shape = one if isinstance(record, Ring) else (*one, *record.width)
+            self._fits("admitted", name, value, shape, record.dtype or torch.float32)
         return joined
 
     def features(self, tokens: Tokens) -> dict[str, Tensor]:
