@@ -56,6 +56,10 @@ class Record:
     width: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
 
+    def shape(self, rows: int, slots: int) -> tuple[int, ...]:
+        """Of the tensor that holds it."""
+        return (rows, slots, *self.width)
+
 
 class Ring(Record):
     """A record of the last ``width`` observed steps, a number each.
@@ -71,6 +75,9 @@ class Ring(Record):
 
     def __init__(self, width: int, dtype: torch.dtype | None = None) -> None:
         super().__init__(width=(width,), dtype=dtype)
+
+    def shape(self, rows: int, slots: int) -> tuple[int, ...]:
+        return (rows, *self.width, slots)
 
     @property
     def steps(self) -> int:
