@@ -11,21 +11,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tova import compat
 from tova.errors import UsageError
-from tova.masks import AHEAD, LazyMask, copies, mask_maker, name_of, rule_of, tells, writes
-from tova.replay import Attention
+from tova.masks import AHEAD, LazyMask, MaskRule, copies, mask_maker, name_of, rule_of, tells, writes
+from tova.layer import Attention
 from tova.rotation import note_rotations, rotation_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from tova.cache import EvictingLayer
 
 NAME = "tova"
 """The ``attn_implementation`` under which the evicting attention is registered."""
@@ -51,6 +49,24 @@ _IRRELEVANT = frozenset(
 _CHANGED = (
     "changes its keys after caching them, or its values (as multi-head latent attention does), cannot be followed"
 )
+
+
+class EvictingLayer(Protocol):
+    """What the attention function asks of a layer of an evicting cache."""
+
+    def reached(self, module: nn.Module) -> None:
+        """The keys that the layer handed on have come to the attention of ``module``."""
+        ...
+
+    def get_seq_length(self) -> int:
+        """Tokens seen so far."""
+        ...
+
+    def replay(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: Attention, rule: MaskRule | None
+    ) -> Tensor:
+        """[B, H, T, E]: attention of the new tokens over what is held; then evict."""
+        ...
 
 
 class HandedOn(Tensor):
@@ -101,7 +117,7 @@ def hand_on(layer: EvictingLayer, keys: Tensor, values: Tensor) -> tuple[Tensor,
     return keys, values
 
 
-def attend(
+def evicting_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -208,11 +224,11 @@ def _outside_graphs(
         layer.reached(module)
         rule = rule_of(mask, query.shape[0], layer.get_seq_length() + query.shape[2])
         if not torch.is_autocast_enabled(device):
-            return layer.attend(module, query, key, value, how, rule)
+            return layer.replay(module, query, key, value, how, rule)
         # What autocast does for scaled_dot_product_attention: all three in its dtype, whatever theirs.
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
         with torch.autocast(device, enabled=False):
-            return layer.attend(module, query, key, value, how, rule)
+            return layer.replay(module, query, key, value, how, rule)
 
 
 class _Undifferentiable(torch.autograd.Function):
@@ -267,7 +283,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         UsageError: the model does not let its attention be chosen, so an evicting cache cannot be had with it.
     """
     for ordinary, name in NAMES.items():
-        compat.register(name, partial(attend, ordinary=ordinary), mask_maker(ordinary))
+        compat.register(name, partial(evicting_attention, ordinary=ordinary), mask_maker(ordinary))
     _refuse_others(model)
     text = model.config.get_text_config(decoder=True)
     before = [(config, config._attn_implementation_internal) for config in _configs(model)]

@@ -17,7 +17,8 @@ from tova.errors import UsageError
 from tova.masks import Columns, MaskRule
 from tova.observers import Observer, Seen
 from tova.policies import Policy
-from tova.replay import PADDING, Attention, LayerState, check_alike, replay
+from tova.layer import PADDING, Attention, LayerState
+from tova.replay import replay
 from tova.scan import SCANS, Scan, select
 
 PREFILLS = ("every_step", "one_shot")
@@ -46,7 +47,7 @@ def _chunk(policy: Policy, device: torch.device) -> int:
     """Queries per block: longer ones carry survivors on less often, and look at more that is dead."""
     if device.type == "cpu":
         return 128
-    return max(128, min(256, policy.effective_budget * 3 // 8 // 64 * 64))
+    return max(128, min(256, policy.layer_budget * 3 // 8 // 64 * 64))
 
 
 @dataclass
@@ -222,8 +223,8 @@ class EvictingCache(compat.Cache):
         state = self.layers[layer].state
         if state is None:
             return []
-        index = row * state.sets + (head if state.sets > 1 else 0)
-        columns = (state.slots.positions + state.start)[index]
+        index = row * state.kept_sets + (head if state.kept_sets > 1 else 0)
+        columns = state.columns[index]
         return sorted(columns[state.slots.held[index]].tolist())
 
     def state_dict(self) -> dict[str, Any]:
@@ -367,7 +368,7 @@ class Passing:
 
 
 class EvictingLayer(compat.CacheLayerMixin):
-    """One layer of an :class:`EvictingCache`; its state is a :class:`~tova.replay.LayerState`."""
+    """One layer of an :class:`EvictingCache`; its state is a :class:`~tova.layer.LayerState`."""
 
     is_compileable = False
     is_croppable = False
@@ -424,7 +425,7 @@ class EvictingLayer(compat.CacheLayerMixin):
             )
         self.busy = ""
 
-    def attend(
+    def replay(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: Attention, rule: MaskRule | None
     ) -> Tensor:
         """[B, H, T, D]: attention of the new tokens over what is held; then evict."""
@@ -434,20 +435,20 @@ class EvictingLayer(compat.CacheLayerMixin):
             self.policy = settings.policy.for_layer(self.index, max(layers, self.index + 1))
             self._scan = select(settings.scan, self.policy, key.device, key.dtype)
         if self.state is None:
-            sets = key.shape[1] if self.policy.per_head else 1
-            self.state = LayerState.empty(self.policy, key, value, sets, log=settings.log)
+            kept_sets = key.shape[1] if self.policy.per_head else 1
+            self.state = LayerState.empty(self.policy, key, value, kept_sets, log=settings.log)
         state = self.state
-        check_alike(query, key, value, state)
+        state.check_alike(query, key, value)
         state.own_memory()
         steps = query.shape[2]
-        real = None
+        not_padding = None
         if rule is not None:
             rule.check(steps, state.start.view(query.shape[0], -1)[:, 0])
-            real = rule.real(steps)
-            real = None if real is None else real.to(key.device)
+            not_padding = rule.not_padding(steps)
+            not_padding = None if not_padding is None else not_padding.to(key.device)
             self._check_hidden(rule)
-        if real is not None:
-            self._check_padding(state, real)
+        if not_padding is not None:
+            self._check_padding(state, not_padding)
         first = state.seen
         visibility = rule if rule is not None and rule.rule is not None else None
         self.busy = "was in the middle of its attention"
@@ -460,8 +461,8 @@ class EvictingLayer(compat.CacheLayerMixin):
             how,
             scan=self._scan,
             visibility=visibility,
-            real=real,
-            every=settings.evict_every,
+            not_padding=not_padding,
+            evict_every=settings.evict_every,
             one_shot=settings.prefill == "one_shot" and steps > 1 and self._takes_a_prompt(),
             chunk=settings.chunk or _chunk(self.policy, key.device),
         )
@@ -499,10 +500,9 @@ class EvictingLayer(compat.CacheLayerMixin):
         self._hidden = ~rule.last_row
 
     @staticmethod
-    def _check_padding(state: LayerState, real: Tensor) -> None:
-        begun = (state.start != state.seen).view(real.shape[0], -1)[:, :1]
-        padding = ~real
-        if bool((padding & begun).any()) or bool((padding[:, 1:] & real[:, :-1]).any()):
+    def _check_padding(state: LayerState, not_padding: Tensor) -> None:
+        begun = (state.start != state.seen).view(len(not_padding), -1)[:, :1]
+        if bool((~not_padding & begun).any()) or bool((~not_padding[:, 1:] & not_padding[:, :-1]).any()):
             raise UsageError("padding must come before a row's first real token (left padding), found some after it")
 
     # -- housekeeping ----------------------------------------------------------------------------------------

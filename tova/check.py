@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from tova.errors import UsageError
-from tova.policies.base import Policy, named, new_records
+from tova.policies.base import Policy
 from tova.policies.contract import ContractError, Watched
+from tova.layer import Attention, LayerState
 from tova.policies.slots import Slots, Tokens
-from tova.replay import Attention, LayerState, replay
+from tova.policies.steps import named, new_records
+from tova.replay import replay
 from tova.scan import reference
 
 _BEYOND = 40
@@ -86,11 +88,11 @@ def _unturned(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _runs(policy: Policy) -> str | None:
-    """The running contract, token by token, twice: victims are held, enough, ascending, and the same again."""
+    """The stepwise contract, token by token, twice: victims are held, enough, ascending, and the same again."""
     if policy.wants_features or policy.prompt_only:
         return None
     first, again = policy.start(), policy.start()
-    budget, held = policy.effective_budget, [0]
+    budget, held = policy.layer_budget, [0]
     generator = torch.Generator("cpu").manual_seed(3)
     for step in range(1, budget + _BEYOND):
         given = torch.rand(len(held), generator=generator, dtype=torch.float32, device="cpu").double()
@@ -113,7 +115,7 @@ def _runs(policy: Policy) -> str | None:
         record = first.record(held[0])
         if record is not None and not isinstance(record, float):
             raise _wrong(policy, f"record({held[0]}) must be a float or None, got {record!r}")
-    return f"{budget + _BEYOND} steps of the running policy: victims are held, ascending, enough, and the same again"
+    return f"{budget + _BEYOND} steps of the stepwise policy: victims are held, ascending, enough, and the same again"
 
 
 def _random(seed: int, rows: int, tokens: int, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,14 +127,14 @@ def _random(seed: int, rows: int, tokens: int, heads: int = 4, kv_heads: int = 2
 
 
 def _replayed(
-    policy: Policy, qkv: tuple[Tensor, Tensor, Tensor], cuts: Sequence[int], chunk: int, real: Tensor | None = None
+    policy: Policy, qkv: tuple[Tensor, Tensor, Tensor], cuts: Sequence[int], chunk: int, not_padding: Tensor | None = None
 ) -> Tensor:
     """int64 [B, G, T]: ``evicted_at`` of a layer fed in pieces that end at ``cuts``."""
     q, k, v = qkv
     state = LayerState.empty(policy, k, v, k.shape[1] if policy.per_head else 1, log=True)
     begin = 0
     for end in cuts:
-        columns = None if real is None else real[:, begin:end]
+        columns = None if not_padding is None else not_padding[:, begin:end]
         replay(
             q[:, :, begin:end],
             k[:, :, begin:end],
@@ -140,8 +142,8 @@ def _replayed(
             state,
             policy,
             Attention(8**-0.5, None, None),
-            scan=reference.scan,
-            real=None if columns is None or bool(columns.all()) else columns,
+            scan=reference.SCAN,
+            not_padding=None if columns is None or bool(columns.all()) else columns,
             chunk=chunk,
         )
         begin = end
@@ -157,7 +159,7 @@ def _decides_alike(policy: Policy) -> str | None:
     """In one piece, in chunks and token by token (where slots are in no order and empty ones hold garbage)."""
     if _refuses(policy):
         return None
-    tokens = policy.effective_budget + _BEYOND
+    tokens = policy.layer_budget + _BEYOND
     qkv = _random(4, 2, tokens)
     whole = _replayed(policy, qkv, [tokens], tokens)
     other = {
@@ -179,10 +181,10 @@ def _rows_are_independent(policy: Policy) -> str | None:
     """A left-padded row of a batch decides as the same row alone."""
     if _refuses(policy):
         return None
-    tokens, padding = policy.effective_budget + _BEYOND, 11
+    tokens, padding = policy.layer_budget + _BEYOND, 11
     q, k, v = _random(5, 2, tokens)
-    real = torch.arange(tokens, device="cpu") >= torch.tensor([[0], [padding]], device="cpu")
-    both = _replayed(policy, (q, k, v), [tokens], 16, real)[1:, :, padding:]
+    not_padding = torch.arange(tokens, device="cpu") >= torch.tensor([[0], [padding]], device="cpu")
+    both = _replayed(policy, (q, k, v), [tokens], 16, not_padding)[1:, :, padding:]
     alone = _replayed(policy, (q[1:, :, padding:], k[1:, :, padding:], v[1:, :, padding:]), [tokens - padding], 16)
     both = torch.where(both < tokens, both - padding, both)
     if not torch.equal(both, alone):
@@ -194,7 +196,7 @@ def _rows_are_independent(policy: Policy) -> str | None:
 def _for_layers(policy: Policy) -> str:
     for layer in range(4):
         made = policy.for_layer(layer, 4)
-        if (made.layer, made.num_layers) != (layer, 4) or made.effective_budget < 1:
+        if (made.layer, made.num_layers) != (layer, 4) or made.layer_budget < 1:
             raise _wrong(policy, f"for_layer({layer}, 4) gives layer {made.layer} of {made.num_layers}")
     return "every layer of four has a share of the budget"
 
@@ -209,7 +211,7 @@ def _load(target: str, words: Sequence[str]) -> Policy:
     except (ImportError, AttributeError, ValueError) as e:
         raise UsageError(f"{target}: cannot be imported ({e})") from e
     if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise UsageError(f"{target}: is no subclass of tova.policies.Policy")
+        raise UsageError(f"{target}: is not a subclass of tova.policies.Policy")
     parameters: dict[str, Any] = {"budget": 48}
     for word in words:
         option, equals, value = word.partition("=")

@@ -15,7 +15,7 @@ from torch import Tensor
 from tova import compat
 from tova.cache import EvictingCache, EvictingLayer
 from tova.errors import UsageError
-from tova.replay import LayerState
+from tova.layer import LayerState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -136,8 +136,8 @@ def _is_full(layer: EvictingLayer) -> bool:
     policy, state = layer.policy, layer.state
     assert policy is not None
     assert state is not None
-    full = policy.effective_budget
-    return state.most == full == policy.remains(0) and not state.dense and not state.ordered
+    schedule = policy.schedule()
+    return state.most == schedule.leaves == schedule.evict_at - 1 and state.most < state.used and not state.ordered
 
 
 def _changing(state: LayerState) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Shape letters used throughout ``tova``:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -252,16 +252,22 @@ class LayerState:
         else:
             self.most = schedule.held_after(self.most, 1)
 
-    def carry(self, slots: Slots, keys: Tensor, values: Tensor, steps: int, policy: Policy, schedule: Schedule) -> None:
+    def carry(
+        self, slots: Slots, steps: int, policy: Policy, schedule: Schedule, last_seen: Tensor, dropped: Tensor
+    ) -> None:
         """Go on with the survivors among a chunk's candidates, in the order they are in.
 
         Args:
-            slots: the [R, N] candidates after ``steps`` steps; keys and values [B, K, N, D] likewise.
+            slots: the [R, N] candidates after ``steps`` steps, with their keys and values.
+            last_seen: int64 [R, N], the columns of the last queries that saw them, for those ``dropped`` (bool [R, N]).
         """
+        assert slots.keys is not None
+        assert slots.values is not None
+        self.keys, self.values = slots.keys, slots.values
+        self.slots = replace(slots, keys=None, values=None)
+        self.write_log(last_seen, dropped)
         self.seen += steps
-        held = schedule.held_after(self.most, steps)
-        self.slots, self.keys, self.values = slots, keys, values
-        self.keep_held(policy, None if self.ragged else held)
+        self.keep_held(policy, None if self.ragged else schedule.held_after(self.most, steps))
 
     def keep_held(self, policy: Policy, held: int | None) -> None:
         """Give back all slots that are empty; ``held`` is how many every row holds, None if rows differ."""

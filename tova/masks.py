@@ -39,7 +39,7 @@ class MaskRule:
         padding: bool [B, columns] of real tokens, or None if all are.
         offset: column of the first query.
         columns: key columns in all.
-        dense: makes the whole mask [B, 1, T, columns], for attention that is not ours.
+        whole: makes the whole mask [B, 1, T, columns], for attention that is not ours.
         known: whether the rule is known to be one that an evicting cache can follow; if not it is tried out.
         device: where the rule's own tensors are.
     """
@@ -50,7 +50,7 @@ class MaskRule:
         padding: Tensor | None,
         offset: int,
         columns: int,
-        dense: Callable[[], Tensor],
+        whole: Callable[[], Tensor],
         *,
         known: bool,
         device: torch.device,
@@ -59,29 +59,29 @@ class MaskRule:
         self.padding = padding
         self.offset = offset
         self.columns = columns
-        self._make = dense
+        self._make = whole
         self.last_row: Tensor | None = None
         """bool [B, columns]: what the last query may look at; None of a rule that is known."""
         self._checked = False
         self._known = known
         self._device = device
-        self._real: tuple[Tensor | None] | None = None
-        self._dense: Tensor | None = None
+        self._not_padding: tuple[Tensor | None] | None = None
+        self._whole: Tensor | None = None
 
     def block(self, queries: Tensor, columns: Tensor) -> Tensor:
-        """bool [B, G, C, N]; see :class:`tova.replay.Visibility`."""
+        """bool [B, G, C, N]; see :class:`tova.layer.Visibility`."""
         assert self.rule is not None
         back, queries, columns = columns.device, queries.to(self._device), columns.to(self._device)
         batch = torch.arange(columns.shape[0], device=self._device).view(-1, 1, 1, 1)
         head = torch.zeros((), dtype=torch.int64, device=self._device)
         return self.rule(batch, head, queries.view(1, 1, -1, 1), columns.clamp_min(0).unsqueeze(2)).to(back)
 
-    def real(self, steps: int) -> Tensor | None:
+    def not_padding(self, steps: int) -> Tensor | None:
         """bool [B, T] of the queries' own columns, None if none is padding; worked out once per forward."""
-        if self._real is None:
+        if self._not_padding is None:
             own = None if self.padding is None else self.padding[:, self.offset : self.offset + steps]
-            self._real = (None if own is None or bool(own.all()) else own,)
-        return self._real[0]
+            self._not_padding = (None if own is None or bool(own.all()) else own,)
+        return self._not_padding[0]
 
     def check(self, steps: int, start: Tensor) -> None:
         """Raise if an evicting cache cannot follow the rule, or if padding is not what it was; once per forward.
@@ -121,11 +121,11 @@ class MaskRule:
             before = seen[:, :, -1:]
         self.last_row = None if before is None else before[:, 0, 0]
 
-    def dense(self, device: torch.device) -> Tensor:
+    def whole(self, device: torch.device) -> Tensor:
         """The whole mask, made once however many layers ask."""
-        if self._dense is None:
-            self._dense = self._make()
-        return self._dense.to(device)
+        if self._whole is None:
+            self._whole = self._make()
+        return self._whole.to(device)
 
 
 def refuse_unlike(seen: Tensor, queries: Tensor, before: Tensor | None = None) -> None:
@@ -180,7 +180,7 @@ class LazyMask(Tensor):
                 like = _like(func, mask, args[1:], kwargs)
                 if like.dtype == mask.dtype:
                     return LazyMask.of(mask.rule, mask.shape, like.dtype, like.device)
-        args, kwargs = pytree.tree_map_only(LazyMask, lambda m: m.rule.dense(m.device), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(LazyMask, lambda m: m.rule.whole(m.device), (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -274,15 +274,15 @@ def mask_maker(ordinary: str) -> Callable[..., Tensor | None]:
         if not isinstance(columns, Columns):
             return compat.mask_function_of(ordinary)(*args, **kwargs)
         asked = compat.asked_by_length(kwargs)
-        whole = kwargs | {"kv_length": int(columns), "allow_is_causal_skip": False}
-        if "allow_is_bidirectional_skip" in whole:
-            whole["allow_is_bidirectional_skip"] = False
+        arguments = kwargs | {"kv_length": int(columns), "allow_is_causal_skip": False}
+        if "allow_is_bidirectional_skip" in arguments:
+            arguments["allow_is_bidirectional_skip"] = False
 
-        def dense() -> Tensor:
-            return compat.mask_function_of(ordinary)(**whole)
+        def make_whole() -> Tensor:
+            return compat.mask_function_of(ordinary)(**arguments)
 
         if asked.use_vmap:  # no rule over indices
-            return dense()
+            return make_whole()
         function = asked.mask_function
         plain = function is None or function is compat.causal_mask_function
         rule = MaskRule(
@@ -290,7 +290,7 @@ def mask_maker(ordinary: str) -> Callable[..., Tensor | None]:
             asked.attention_mask,
             asked.q_offset,
             asked.kv_length,
-            dense,
+            make_whole,
             known=is_known(function),
             device=torch.device(asked.device),
         )
@@ -344,6 +344,6 @@ def _given(mask: Tensor, batch: int, columns: int) -> MaskRule:
         return allowed[row, 0, query - offset, column]
 
     made = MaskRule(rule, None, offset, columns, lambda: mask, known=True, device=mask.device)
-    made._real = (None if bool(own.all()) else own,)
+    made._not_padding = (None if bool(own.all()) else own,)
     made.last_row = allowed[:, 0, -1]
     return made

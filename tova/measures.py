@@ -19,7 +19,7 @@ from tova import compat
 from tova.errors import UsageError
 from tova.limits import check_text, vocabulary
 from tova.observers import Seen
-from tova.replay import NEVER, PADDING
+from tova.eviction_log import NEVER, PADDING
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

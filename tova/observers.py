@@ -7,14 +7,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tova.replay import Attention, Visibility
+from tova.layer import Attention, Visibility
 
 
 @dataclass(frozen=True)
 class Seen:
     """One call of one layer, after its attention.
 
-    Shape letters as in :mod:`tova.replay`.
+    Shape letters as in :mod:`tova.layer`.
 
     Attributes:
         layer: index of the layer.

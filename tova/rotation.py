@@ -12,7 +12,7 @@ _NOTE = "_tova_rotation"
 
 
 class ModelRotation:
-    """A model's own rotary embedding, asked for positions of our choosing; see :class:`tova.replay.Rotation`.
+    """A model's own rotary embedding, asked for positions of our choosing; see :class:`tova.layer.Rotation`.
 
     ``rotary`` gives cosines and sines for positions, ``apply`` is the modeling file's ``apply_rotary_pos_emb``, which
     knows how dimensions are paired and how many are turned.

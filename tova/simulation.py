@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from tova.errors import UsageError
+from tova.errors import UsageError, renamed
 from tova.policies.base import MOST, Policy, integer
 from tova.scan import compile
 from tova.trace import Trace
 
 NEVER = np.iinfo(np.int64).max
 """``evicted_at`` of a position that was never dropped."""
-ENGINES = ("auto", "running", "compiled")
+ENGINES = ("auto", "stepwise", "compiled")
 
 
 @dataclass(frozen=True)
@@ -73,30 +73,33 @@ def simulate(policy: Policy | Any, trace: Trace, engine: str = "auto") -> Simula
     """Run ``policy`` over ``trace``, records in float64.
 
     Args:
-        policy: a :class:`~tova.policies.base.Policy`, or anything with ``effective_budget`` (or ``budget``) and a
+        policy: a :class:`~tova.policies.base.Policy`, or anything with ``layer_budget`` (or ``budget``) and a
             ``start()`` that gives an object with ``on_decode_step(pos, attn)`` and ``evict(budget)``.
-        engine: ``running`` drives the running policy step by step; ``compiled`` is the built-in policies in numba,
-            decision for decision the same; ``auto`` takes the compiled one where it can.
+        engine: ``stepwise`` drives the policy token by token; ``compiled`` is its rule in numba, decision for decision the
+            same; ``auto`` takes the compiled one where it can.
 
     Raises:
         UsageError: the policy returned a position it does not hold, or too few; the message names the step.
     """
+    if engine == "running":
+        renamed("engine=running", "engine=stepwise")
+        engine = "stepwise"
     if engine not in ENGINES:
         raise UsageError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-    budget = _checked(getattr(policy, "effective_budget", None) or policy.budget)
+    budget = _checked(getattr(policy, "layer_budget", None) or policy.budget)
     if getattr(policy, "prompt_only", False):
         raise UsageError(
             f"{policy.name} selects once, at the end of a prompt: there is none on a trace of decode steps"
         )
     possible = np.array([len(top) for top in trace.heavy_hitters])
-    if engine != "running" and _compiled(policy):
+    if engine != "stepwise" and _compiled(policy):
         from tova.scan import stream
 
         mass, hits, evicted_at, evict_calls = stream.run(policy, budget, trace.flat, trace.heavy_table)
         return Simulation(budget, mass, hits, possible, evicted_at, evict_calls)
     if engine == "compiled":
         raise UsageError(f"engine=compiled needs numba and a compiled built-in policy, not {policy.name}")
-    running = policy.start()
+    stepwise = policy.start()
     steps = len(trace)
     held = np.zeros(steps + 1, dtype=bool)
     held[0] = True
@@ -109,12 +112,12 @@ def simulate(policy: Policy | Any, trace: Trace, engine: str = "auto") -> Simula
         attn = row[kept]
         mass[t - 1] = attn.sum(dtype=np.float64)
         hits[t - 1] = held[trace.heavy_hitters[t - 1]].sum()
-        running.on_decode_step(t, attn)
+        stepwise.on_decode_step(t, attn)
         kept.append(t)
         held[t] = True
         if len(kept) > budget:
             evict_calls += 1
-            for position in running.evict(budget):
+            for position in stepwise.evict(budget):
                 if not (0 <= position <= t and held[position]):
                     raise UsageError(f"{policy.name}: step {t}: evicted position {position}, which is not held")
                 held[position] = False
@@ -161,11 +164,11 @@ class Oracle:
     budget: int
     name: str = "oracle"
 
-    def start(self) -> _RunningOracle:
-        return _RunningOracle(self.trace)
+    def start(self) -> _StepwiseOracle:
+        return _StepwiseOracle(self.trace)
 
 
-class _RunningOracle:
+class _StepwiseOracle:
     def __init__(self, trace: Trace) -> None:
         self._rows = trace.rows
         self._future = np.zeros(len(trace) + 1)

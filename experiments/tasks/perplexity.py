@@ -147,7 +147,7 @@ class Perplexity:
         """A row per batch row of ``ids`` for one cell, or a row per cell for a single text."""
         from tova import EvictingCache
         from tova.measures import AttentionMeasures, token_nll
-        from tova.rows import SideBySide
+        from tova.side_by_side import SideBySide
 
         batch, tokens = ids.shape
         cells = [context.cell for context in contexts]

@@ -48,7 +48,7 @@ class Record:
     Attributes:
         fill: the value a position is admitted with.
         width: trailing shape, ``()`` for a number, ``(n,)`` for n numbers (see :class:`Ring`).
-        dtype: fixed dtype, or None for the precision the policy runs in (float64 in a running policy and in the
+        dtype: fixed dtype, or None for the precision the policy runs in (float64 in a stepwise policy and in the
             simulation, float32 on a model).
     """
 

@@ -1,0 +1,55 @@
+"""Which scan decides."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from tova.errors import UsageError
+from tova.kernels import compile
+from tova.policies.base import Policy
+from tova.scan import fixed_point, reference
+from tova.scan.chunk import Scan
+
+SCANS = ("auto", "reference", "cpu", "gpu", "fixed_point")
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton is there and can run on ``device``: CUDA, or anything in its interpreter (TRITON_INTERPRET=1)."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    return importlib.util.find_spec("triton") is not None
+
+
+def select(name: str, policy: Policy, device: torch.device, dtype: torch.dtype) -> Scan:
+    """The scan called ``name``, one of ``SCANS``; ``auto`` is the fastest that can run ``policy`` there."""
+    if name == "reference":
+        return reference.SCAN
+    if name == "fixed_point":
+        if not fixed_point.supports(policy):
+            raise UsageError(f"scan=fixed_point: {policy.name} looks at dropped tokens, so there is nothing to guess")
+        return fixed_point.SCAN
+    if name == "gpu" or (name == "auto" and device.type == "cuda"):
+        if has_triton(device):
+            from tova.scan import gpu
+
+            if gpu.supports(policy, dtype):
+                return gpu.SCAN
+        if name == "gpu":
+            raise UsageError(
+                f"scan=gpu needs triton, CUDA tensors and a policy that can be compiled, not {policy.name} on {device} "
+                f"in {str(dtype).removeprefix('torch.')}"
+            )
+    if device.type == "cpu" and compile.available():
+        from tova.scan import cpu
+
+        if cpu.supports(policy, dtype):
+            return cpu.SCAN
+    if name == "cpu":
+        raise UsageError(
+            f"scan=cpu needs numba, CPU tensors and a policy that can be compiled, not {policy.name} on {device} in "
+            f"{str(dtype).removeprefix('torch.')}"
+        )
+    return reference.SCAN
