@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import TINY, forward, tiny, tokens
+from support.layers import qkv
+from support.models import TINY, forward, not_padding, tiny, tokens
+from support.policies import small
 from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
 
 import tova
@@ -173,7 +175,7 @@ def test_four_dimensional_masks(llama) -> None:
     made = policies.make("tova", budget=20)
     usual = EvictingCache(made)
     expected = forward(llama, ids, usual, padding=[0, 7])
-    real = torch.arange(60) >= torch.tensor([0, 7]).unsqueeze(1)
+    real = not_padding([0, 7], 60)
     allowed = torch.ones(60, 60, dtype=torch.bool).tril() & real[:, None, None, :]
     positions = (real.cumsum(-1) - 1).clamp_min(0)
     for mask in (allowed, torch.where(allowed, 0.0, torch.finfo(torch.float32).min)):
@@ -236,7 +238,7 @@ def test_there_is_no_gradient(llama) -> None:
         logits.sum().backward()
 
 
-def test_a_policy_of_ones_own_runs_on_the_reference_scan(llama) -> None:
+def test_a_policy_of_ones_own_is_compiled_as_a_built_in_one_is(llama) -> None:
     """Twenty lines outside the library; here tova once more, which must then decide as the built-in one."""
     from dataclasses import dataclass
 
@@ -260,8 +262,18 @@ def test_a_policy_of_ones_own_runs_on_the_reference_scan(llama) -> None:
     forward(llama, ids, mine)
     forward(llama, ids, builtin)
     assert (mine.evicted_at == builtin.evicted_at).all()
-    with pytest.raises(UsageError, match="needs numba, CPU tensors and a compiled built-in policy, not mine"):
-        forward(llama, ids, EvictingCache(Mine(budget=20), scan="cpu"))
+    compiled = EvictingCache(Mine(budget=20), scan="cpu")
+    forward(llama, ids, compiled)
+    assert (compiled.evicted_at == builtin.evicted_at).all()
+
+    class Branches(Mine):
+        def score(self, slots):
+            return slots["last"] if bool((slots.newest > 0).all()) else slots["last"] + 1
+
+    forward(llama, ids, other := EvictingCache(Branches(budget=20)))
+    assert (other.evicted_at == builtin.evicted_at).all()
+    with pytest.raises(UsageError, match=r"scan=cpu cannot take mine: score depends on the numbers in a tensor"):
+        forward(llama, ids, EvictingCache(Branches(budget=20), scan="cpu"))
 
 
 def test_caches_of_another_kind_are_refused(llama) -> None:
@@ -315,10 +327,8 @@ def test_half_precision(dtype, policy: str) -> None:
     from tova.replay import Attention, LayerState, replay
     from tova.scan import select
 
-    options = {} if policy.startswith("tova") else dict(recent_window=4)
-    made = policies.make(policy, budget=24, **options)
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(2, heads, 90, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
+    made = small(policy, 24)
+    q, k, v = (x.to(dtype) for x in qkv(tokens=90, size=16, seed=3))
     found = []
     for kind in (dtype, torch.float32):
         for scan, pieces in (("auto", [90]), ("reference", [40, *range(41, 91)])):
