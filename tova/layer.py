@@ -22,7 +22,7 @@ from tova.errors import UsageError, renamed
 from tova.eviction_log import NEVER, PADDING, EvictionLog
 from tova.policies.base import Policy, Schedule
 from tova.policies.slots import Slots
-from tova.policies.steps import new_records
+from tova.policies.steps import new_records, ring_names
 
 __all__ = ["NEVER", "PADDING", "Attention", "EvictionLog", "LayerState", "Rotation", "Visibility"]
 
@@ -153,6 +153,7 @@ class LayerState:
                 observed=zeros,
                 newest=zeros - 1,
                 kept_sets=kept_sets,
+                rings=ring_names(policy),
             ),
             start=zeros.clone(),
             ragged=policy.uneven,
@@ -334,6 +335,7 @@ class LayerState:
             "numbers": [self.seen, int(self.ordered), self.used, int(self.ragged), self.most],
             "slots": [s.positions, s.held, s.observed, s.newest],
             "records": s.records,
+            "rings": sorted(s.rings),
             "features": s.features,
             "log": None if self.log is None or self.log.evicted_at is None else self.log.view.clone(),
         }
@@ -345,7 +347,16 @@ class LayerState:
         seen, ordered, used, ragged, most = packed["numbers"]
         keys, log = packed["keys"].clone(), packed["log"]
         kept_sets = len(positions) // len(keys)
-        slots = Slots(positions, held, packed["records"], observed, newest, packed["features"], kept_sets)
+        slots = Slots(
+            positions,
+            held,
+            packed["records"],
+            observed,
+            newest,
+            packed["features"],
+            kept_sets,
+            rings=frozenset(packed["rings"]),
+        )
         return cls(
             keys=keys,
             values=packed["values"].clone(),

@@ -7,7 +7,7 @@ import difflib
 from typing import Any
 
 from tova.errors import UsageError
-from tova.policies.base import Cost, Policy, Record
+from tova.policies.base import Cost, Policy, Record, Ring
 from tova.policies.full import UNBOUNDED, Full
 from tova.policies.h2o import H2O, H2OHalf, H2OHead, H2OMasked
 from tova.policies.l2norm import L2Norm
@@ -38,12 +38,13 @@ __all__ = [
     "PyramidKVPrefill",
     "Random",
     "Record",
+    "Ring",
     "Scissorhands",
     "ScissorhandsPaper",
     "Slots",
-    "StepwisePolicy",
     "SnapKV",
     "SnapKVPrefill",
+    "StepwisePolicy",
     "StreamingLLM",
     "StreamingLLMReindexed",
     "Tokens",

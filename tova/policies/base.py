@@ -47,7 +47,7 @@ class Record:
 
     Attributes:
         fill: the value a position is admitted with.
-        width: trailing shape, ``()`` for a number, ``(n,)`` for a ring of n.
+        width: trailing shape, ``()`` for a number, ``(n,)`` for n numbers (see :class:`Ring`).
         dtype: fixed dtype, or None for the precision the policy runs in (float64 in a stepwise policy and in the
             simulation, float32 on a model).
     """
@@ -55,6 +55,34 @@ class Record:
     fill: float = 0.0
     width: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
+
+    def shape(self, rows: int, slots: int) -> tuple[int, ...]:
+        """Of the tensor that holds it."""
+        return (rows, slots, *self.width)
+
+
+class Ring(Record):
+    """A record of the last ``width`` observed steps, a number each.
+
+    ``observe`` returns what the newest step adds, [R, S]; it takes the place of the oldest one, ``observed % width``.
+    Policies ask for ``slots.ring_sum(name)``. Stored as [R, width, S], so that what one step wrote lies together; a
+    newcomer's entries are 0.
+
+    Args:
+        width: how many steps.
+        dtype: of the entries; None for the precision the policy runs in.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__(width=(width,), dtype=dtype)
+
+    def shape(self, rows: int, slots: int) -> tuple[int, ...]:
+        return (rows, *self.width, slots)
+
+    @property
+    def steps(self) -> int:
+        """How many steps are remembered."""
+        return self.width[0]
 
 
 @dataclass(frozen=True)
@@ -181,12 +209,15 @@ class Policy(OldNames):
             attn: [R, S] weight the newest token's query gave to each slot, 0 where the slot is empty.
 
         Returns:
-            New values of the records that change, each [R, S, ...]. Empty slots may hold anything.
+            New values of the records that change, each [R, S, ...], and the newest entry of a ring, [R, S]. Empty
+            slots may hold anything.
         """
         return {}
 
     def admitted(self, self_weight: Tensor) -> dict[str, Tensor]:
         """Records the newest token joins with, where its own weight counts: [R, 1, ...] by name; the rest is filled.
+
+        Of a :class:`Ring` it is the entry of this step, [R, 1].
 
         Args:
             self_weight: [R, 1], the weight the newest token's query gave to itself.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tova.errors import UsageError
-from tova.policies.base import WIDEST, Cost, Policy, Record
+from tova.policies.base import WIDEST, Cost, Policy, Record, Ring
 from tova.policies.slots import Slots
 
 
@@ -81,19 +81,16 @@ class ScissorhandsPaper(Policy):
             raise UsageError(f"{self.name}: drop_share must be above 0 and below 1, got {self.drop_share!r}")
 
     def records(self) -> dict[str, Record]:
-        return {"low": Record(width=(self.history,), dtype=torch.bool)}
+        return {"low": Ring(self.history, torch.bool)}
 
     def observe(self, slots: Slots, attn: Tensor) -> dict[str, Tensor]:
-        rows, held = attn.shape
-        turn = (slots.observed % self.history).view(rows, 1, 1).expand(rows, held, 1)
-        low = attn.double() < 1.0 / slots.count.double()
-        return {"low": slots["low"].scatter(-1, turn, low.unsqueeze(-1))}
+        return {"low": attn.double() < 1.0 / slots.count.double()}
 
     def score(self, slots: Slots) -> Tensor:
-        return -slots["low"].sum(-1).double()
+        return -slots.ring_sum("low")
 
     def evidence(self, slots: Slots) -> Tensor:
-        return -self.score(slots)
+        return slots.ring_sum("low")
 
     def evicts_to(self, asked: int | None = None) -> int:
         least = self.sinks + self.recent_window

@@ -9,7 +9,7 @@ Shape letters used throughout ``tova``:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,13 +28,14 @@ class Slots:
     Attributes:
         positions: int64 [R, S], counted from the sequence's first real token (padding has no position).
         held: bool [R, S], which slots are occupied.
-        records: what the policy remembers, name -> [R, S, ...].
+        records: what the policy remembers, name -> [R, S, ...]; of a ring, [R, W, S].
         observed: int64 [R, 1], how many steps have been observed so far.
         newest: int64 [R, 1], the position of the newest token.
         features: what is fixed of each token, name -> [R, S] or [R, S, n]; see ``Policy.features``.
         kept_sets: how many of the R rows are one sequence's; they are next to each other.
         keys, values: [B, K, S, D], what is held, for a policy that looks at them itself; None in a compiled engine, and
             where there are none (a stream of attention rows).
+        rings: which records are rings (see :class:`tova.policies.base.Ring`).
     """
 
     positions: Tensor
@@ -46,6 +47,7 @@ class Slots:
     kept_sets: int = 1
     keys: Tensor | None = None
     values: Tensor | None = None
+    rings: frozenset[str] = frozenset()
 
     def __getitem__(self, record: str) -> Tensor:
         return self.records[record]
@@ -93,6 +95,16 @@ class Slots:
         pooled = torch.nn.functional.avg_pool1d(dense.unsqueeze(1), kernel, stride=1, padding=kernel // 2).squeeze(1)
         return pooled.gather(-1, rank)
 
+    def ring_sum(self, name: str) -> Tensor:
+        """float64 [R, S]: the sum over the ring ``name`` of each slot, entry 0 upward."""
+        ring = self.records[name]
+        if name not in self.rings:
+            raise UsageError(f"ring_sum: {name!r} is not a Ring in records()")
+        total = torch.zeros_like(self.positions, dtype=torch.float64)
+        for entry in ring.unbind(1):
+            total = total + entry
+        return total
+
     # -- what the engines do with them -----------------------------------------------------------------------------
 
     def tensors(self) -> list[Tensor]:
@@ -101,68 +113,70 @@ class Slots:
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Slots:
         """Every tensor changed, the first dimension being rows."""
-        return Slots(
+        return replace(
+            self,
             positions=change(self.positions),
             held=change(self.held),
             records={name: change(record) for name, record in self.records.items()},
             observed=change(self.observed),
             newest=change(self.newest),
             features={name: change(feature) for name, feature in self.features.items()},
-            kept_sets=self.kept_sets,
         )
 
     def selected(self, order: Tensor) -> Slots:
         """Slot i becomes what was in ``order[r, i]`` (int64 [R, S'])."""
 
-        def select(entries: Tensor) -> Tensor:
-            index = order.view(*order.shape, *[1] * (entries.ndim - 2)).expand(*order.shape, *entries.shape[2:])
-            return entries.gather(1, index)
+        def select(entries: Tensor, dim: int) -> Tensor:
+            shape = [*entries.shape]
+            shape[dim] = order.shape[1]
+            index = order.view([n if d in (0, dim) else 1 for d, n in enumerate(shape)]).expand(shape)
+            return entries.gather(dim, index)
 
-        return self._with(select)
+        return self.with_each(select)
 
     def padded(self, records: dict[str, Tensor], more: int) -> Slots:
-        """The same followed by ``more`` empty slots with these records [R, more, ...]."""
-        return Slots(
-            positions=torch.nn.functional.pad(self.positions, (0, more), value=-1),
-            held=torch.nn.functional.pad(self.held, (0, more)),
-            records={name: torch.cat([old, records[name]], 1) for name, old in self.records.items()},
-            observed=self.observed,
-            newest=self.newest,
-            features={name: _pad(feature, more) for name, feature in self.features.items()},
-            kept_sets=self.kept_sets,
-        )
+        """The same followed by ``more`` empty slots with these records."""
+        rows = len(self.positions)
+        nowhere = torch.full((rows, more), -1, dtype=torch.int64, device=self.positions.device)
+        fresh = {name: feature.new_zeros(rows, more, *feature.shape[2:]) for name, feature in self.features.items()}
+        return self.followed_by(nowhere, records, fresh)
 
     def followed_by(self, positions: Tensor, records: dict[str, Tensor], features: dict[str, Tensor]) -> Slots:
         """The same followed by slots for tokens at ``positions`` [R, C], which have yet to join."""
-        return Slots(
+        return replace(
+            self,
             positions=torch.cat([self.positions, positions], 1),
             held=torch.nn.functional.pad(self.held, (0, positions.shape[1])),
-            records={name: torch.cat([old, records[name]], 1) for name, old in self.records.items()},
-            observed=self.observed,
-            newest=self.newest,
+            records={name: torch.cat([old, records[name]], self.slot_dim(name)) for name, old in self.records.items()},
             features={
                 name: torch.cat([self.features[name], new], 1) if name in self.features else new
                 for name, new in features.items()
             },
-            kept_sets=self.kept_sets,
         )
 
-    def _with(self, change: Callable[[Tensor], Tensor]) -> Slots:
-        """Everything that is per slot changed."""
-        return Slots(
-            positions=change(self.positions),
-            held=change(self.held),
-            records={name: change(record) for name, record in self.records.items()},
-            observed=self.observed,
-            newest=self.newest,
-            features={name: change(feature) for name, feature in self.features.items()},
-            kept_sets=self.kept_sets,
+    def slot_dim(self, record: str) -> int:
+        """Which dimension of a record's tensor goes over slots."""
+        return 2 if record in self.rings else 1
+
+    def with_each(self, change: Callable[[Tensor, int], Tensor]) -> Slots:
+        """Everything that is per slot changed by ``change(tensor, dimension of slots)``."""
+        return replace(
+            self,
+            positions=change(self.positions, 1),
+            held=change(self.held, 1),
+            records={name: change(record, self.slot_dim(name)) for name, record in self.records.items()},
+            features={name: change(feature, 1) for name, feature in self.features.items()},
         )
 
-
-def _pad(entries: Tensor, more: int) -> Tensor:
-    """[R, S + more, ...] of [R, S, ...]."""
-    return torch.nn.functional.pad(entries, (0, 0) * (entries.ndim - 2) + (0, more))
+    def scattered(self, name: str, slot: Tensor, values: Tensor | float) -> Tensor:
+        """Record ``name`` with ``values`` in slot int64 [R, 1] of each row: a number, or as the record with one slot."""
+        old, dim = self.records[name], self.slot_dim(name)
+        shape = [*old.shape]
+        shape[dim] = 1
+        index = slot.view([len(slot), *[1] * (old.ndim - 1)]).expand(shape)
+        if isinstance(values, Tensor):
+            return old.scatter(dim, index, values.to(old.dtype).reshape(shape))
+        return old.scatter(dim, index, values)
 
 
 @dataclass(frozen=True)

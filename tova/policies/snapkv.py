@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tova.errors import UsageError
-from tova.policies.base import WIDEST, Cost, Policy, Record
+from tova.policies.base import WIDEST, Cost, Policy, Record, Ring
 from tova.policies.slots import Slots
 
 
@@ -46,22 +46,16 @@ class SnapKV(Policy):
             raise UsageError(f"{self.name}: pool_kernel must be odd, got {self.pool_kernel}")
 
     def records(self) -> dict[str, Record]:
-        return {"ring": Record(width=(self.obs_window,), dtype=torch.float32)}
+        return {"ring": Ring(self.obs_window, torch.float32)}
 
     def observe(self, slots: Slots, attn: Tensor) -> dict[str, Tensor]:
-        rows, held = attn.shape
-        turn = (slots.observed % self.obs_window).view(rows, 1, 1).expand(rows, held, 1)
-        return {"ring": slots["ring"].scatter(-1, turn, attn.float().unsqueeze(-1))}
+        return {"ring": attn.float()}
 
     def score(self, slots: Slots) -> Tensor:
         return slots.max_pool(self.evidence(slots), self.pool_kernel)
 
     def evidence(self, slots: Slots) -> Tensor:
-        ring = slots["ring"].double()
-        total = torch.zeros_like(ring[..., 0])
-        for step in range(self.obs_window):
-            total = total + ring[..., step]
-        return total
+        return slots.ring_sum("ring")
 
     def cost(self) -> Cost:
         return Cost(bytes_per_slot=4 + 4 * self.obs_window + 8 + 8 + 1, step="O(k)", eviction="O(k * obs_window)")

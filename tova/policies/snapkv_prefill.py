@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tova.errors import UsageError
-from tova.policies.base import WIDEST, Cost, Policy, Record
+from tova.policies.base import WIDEST, Cost, Policy, Record, Ring
 from tova.policies.layer_budgets import LayerBudgets
 from tova.policies.slots import HeadWeights, Slots
 
@@ -58,12 +58,10 @@ class SnapKVPrefill(Policy):
         return heads.rounded.mean(1).float()
 
     def records(self) -> dict[str, Record]:
-        return {"ring": Record(width=(self.recent_window,), dtype=torch.float32)}
+        return {"ring": Ring(self.recent_window, torch.float32)}
 
     def observe(self, slots: Slots, attn: Tensor) -> dict[str, Tensor]:
-        rows, held = attn.shape
-        turn = (slots.observed % self.recent_window).view(rows, 1, 1).expand(rows, held, 1)
-        return {"ring": slots["ring"].scatter(-1, turn, attn.float().unsqueeze(-1))}
+        return {"ring": attn.float()}
 
     def score(self, slots: Slots) -> Tensor:
         # The window's own columns are no part of what is smoothed.
@@ -74,7 +72,7 @@ class SnapKVPrefill(Policy):
         return slots.average_pool(votes.masked_fill(window, 0.0), self.pool_kernel)
 
     def evidence(self, slots: Slots) -> Tensor:
-        return slots["ring"].double().sum(-1)
+        return slots.ring_sum("ring")
 
     def cost(self) -> Cost:
         return Cost(bytes_per_slot=4, step="O(1)", eviction="O(n * recent_window), once per prompt of n tokens")

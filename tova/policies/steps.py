@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tova.errors import UsageError
-from tova.policies.base import Policy, Schedule
+from tova.policies.base import Policy, Ring, Schedule
 from tova.policies.slots import Slots
 
 
@@ -100,9 +100,14 @@ def ask(policy: Policy, function: str, step: Tensor | int | None, *arguments: An
 def new_records(policy: Policy, rows: int, slots: int, dtype: torch.dtype, device: Any = None) -> dict[str, Tensor]:
     """Records of ``rows`` x ``slots`` freshly admitted positions."""
     return {
-        name: torch.full((rows, slots, *r.width), r.fill, dtype=r.dtype or dtype, device=device)
+        name: torch.full(r.shape(rows, slots), r.fill, dtype=r.dtype or dtype, device=device)
         for name, r in ask(policy, "records", None).items()
     }
+
+
+def ring_names(policy: Policy) -> frozenset[str]:
+    """Which of the policy's records are rings."""
+    return frozenset(name for name, r in ask(policy, "records", None).items() if isinstance(r, Ring))
 
 
 def observe(
@@ -118,6 +123,9 @@ def observe(
         active = known if active is None else known & active
     for name, value in ask(policy, "observe", slots.newest, slots, attn).items():
         old = slots.records[name]
+        if name in slots.rings:
+            turn = (slots.observed % old.shape[1]).unsqueeze(-1).expand(-1, 1, old.shape[2])
+            value = old.scatter(1, turn, value.to(old.dtype).unsqueeze(1))
         if active is not None:
             value = torch.where(active.view(-1, *[1] * (old.ndim - 1)), value, old)
         slots.records[name] = value.to(old.dtype)
@@ -147,15 +155,17 @@ def admit(
     slots.newest = torch.where(joins, position, slots.newest)
     joined = {} if self_weight is None else ask(policy, "admitted", position, self_weight)
     for name, record in policy.records().items():
-        old = slots.records[name]
-        index = where.view(rows, 1, *[1] * len(record.width)).expand(rows, 1, *record.width)
-        if name in joined:
-            fresh = joined[name].to(old.dtype).reshape(index.shape)
-            if known is not None:
-                fresh = fresh.masked_fill(~known.view(rows, 1, *[1] * len(record.width)), record.fill)
-            slots.records[name] = old.scatter(1, index, fresh)
-        else:
-            slots.records[name] = old.scatter(1, index, record.fill)
+        if name not in joined:
+            slots.records[name] = slots.scattered(name, where, record.fill)
+            continue
+        fresh = joined[name].to(slots.records[name].dtype)
+        if name in slots.rings:  # the entry of this step, which has been observed already
+            width = slots.records[name].shape[1]
+            other = torch.arange(width, device=where.device) != (slots.observed - 1) % width
+            fresh = fresh.expand(rows, width).masked_fill(other, record.fill).unsqueeze(-1)
+        if known is not None:
+            fresh = fresh.masked_fill(~known.view(rows, *[1] * (fresh.ndim - 1)), record.fill)
+        slots.records[name] = slots.scattered(name, where, fresh)
     if policy.watcher is not None:
         policy.watcher.joined(slots)
 

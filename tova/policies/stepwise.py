@@ -11,7 +11,7 @@ from tova.errors import UsageError
 from tova.policies import contract
 from tova.policies.base import Policy, integer
 from tova.policies.slots import Slots
-from tova.policies.steps import admit, as_row, ask, choose, is_own, new_records, observe
+from tova.policies.steps import admit, as_row, ask, choose, is_own, new_records, observe, ring_names
 
 _DTYPE = torch.float64
 
@@ -35,6 +35,7 @@ class StepwisePolicy:
             records=new_records(policy, 1, 1, _DTYPE, "cpu"),
             observed=torch.zeros(1, 1, dtype=torch.int64, device="cpu"),
             newest=torch.zeros(1, 1, dtype=torch.int64, device="cpu"),
+            rings=ring_names(policy),
         )
         # What is asked: the policy, watched through its first steps and its first eviction if it is one's own.
         self._asked = contract.watched(policy, first=1) if is_own(policy) else policy
@@ -62,18 +63,7 @@ class StepwisePolicy:
             if bool(row.isfinite().all()):
                 observe(self._asked, slots, row)
         n = slots.positions.shape[-1]
-        self._slots = Slots(
-            positions=torch.nn.functional.pad(slots.positions, (0, 1)),
-            held=torch.nn.functional.pad(slots.held, (0, 1)),
-            records={
-                name: torch.cat([old, fresh], 1)
-                for (name, old), fresh in zip(
-                    slots.records.items(), new_records(self.policy, 1, 1, _DTYPE, "cpu").values(), strict=True
-                )
-            },
-            observed=slots.observed,
-            newest=slots.newest,
-        )
+        self._slots = slots.padded(new_records(self.policy, 1, 1, _DTYPE, "cpu"), 1)
         admit(self._asked, self._slots, n, torch.tensor([[pos]], device="cpu"))
         self._steps += 1
         self._unwatched()
@@ -99,16 +89,9 @@ class StepwisePolicy:
         dropped = choose(self._asked, self._slots, excess)
         self._evicted = True
         self._unwatched()
-        victims = self._slots.positions[dropped].tolist()
-        keep = ~dropped[0]
         slots = self._slots
-        self._slots = Slots(
-            positions=slots.positions[:, keep],
-            held=slots.held[:, keep],
-            records={name: value[:, keep] for name, value in slots.records.items()},
-            observed=slots.observed,
-            newest=slots.newest,
-        )
+        victims = slots.positions[dropped].tolist()
+        self._slots = slots.selected((~dropped[0]).nonzero()[:, 0].unsqueeze(0))
         return victims
 
     def _unwatched(self) -> None:
