@@ -633,7 +633,10 @@ def test_what_is_refused_leaves_the_cache_as_it_was(llama) -> None:
         forward(llama, ids[:, :20], one)
     for says, wrong in (
         ("lets tokens look ahead", dict(attention_mask=torch.ones(1, 1, 20, 40, dtype=torch.bool))),
-        ("must have a column for every token", dict(attention_mask=torch.ones(1, 30, dtype=torch.int64).cumsum(-1) > 3)),
+        (
+            "must have a column for every token",
+            dict(attention_mask=torch.ones(1, 30).cumsum(-1) > 3),
+        ),
         ("output_attentions", dict(output_attentions=True)),
     ):
         with pytest.raises(UsageError, match=says):
