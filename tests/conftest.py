@@ -16,6 +16,8 @@ for variable in ("WANDB_MODE", "WANDB_DIR", "WANDB_PROJECT", "WANDB_API_KEY"):
 import pytest
 import torch
 
+pytest.register_assert_rewrite("support")
+
 
 @pytest.fixture(autouse=True)
 def few_threads(request):
@@ -37,6 +39,18 @@ def books():
     from experiments.data import Books
 
     return {document.name: document.text for document in Books().load()}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """An empty working directory with two texts."""
+    from support.commands import PAGE
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(PAGE)
+    (tmp_path / "texts" / "b.txt").write_text(PAGE[::-1])
+    return tmp_path
 
 
 def pytest_terminal_summary(terminalreporter):

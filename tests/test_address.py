@@ -9,17 +9,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from support.results import cell
 
-from experiments import fingerprint, settings, sweeper
+from experiments import fingerprint
 
 ROOT = Path(__file__).parent.parent
-
-
-def cell(*words: str):
-    sweeper.register()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return settings.planned(compose("config", ["model=random_llama", *words]))
 
 
 POLICY = '''
@@ -162,7 +156,7 @@ def test_no_other_policy_counts() -> None:
     files = fingerprint.files(["experiments.tasks.perplexity", "tova.policies.tova"])
     assert {"tova.policies.tova", "tova.policies.base", "tova.replay", "tova.scan.cpu", "tova.measures"} <= set(files)
     others = {f"tova.policies.{p.stem}" for p in (ROOT / "tova/policies").glob("*.py")} & set(files)
-    assert others <= {f"tova.policies.{n}" for n in ("tova", "base", "running", "slots", "layers", "contract")}
+    assert others <= {f"tova.policies.{n}" for n in ("tova", "base", "layer_budgets", "old_names", "slots", "steps", "stepwise", "contract")}
     assert not any(name.startswith(("experiments.report", "experiments.store", "tova.check")) for name in files)
 
 

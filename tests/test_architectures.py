@@ -29,7 +29,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from architectures import CONFIG_MAPPING, GAINS, SPECIAL, NotBuiltError, build, first_line, names, randomise, variants
+from support.architectures import (
+    CONFIG_MAPPING,
+    GAINS,
+    SPECIAL,
+    NotBuiltError,
+    build,
+    first_line,
+    names,
+    randomise,
+    variants,
+)
 
 import tova
 from tova import EvictingCache, UsageError, policies

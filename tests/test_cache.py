@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import TINY, forward, tiny, tokens
+from support.layers import qkv
+from support.models import TINY, forward, not_padding, tiny, tokens
+from support.policies import small
 from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
 
 import tova
@@ -173,7 +175,7 @@ def test_four_dimensional_masks(llama) -> None:
     made = policies.make("tova", budget=20)
     usual = EvictingCache(made)
     expected = forward(llama, ids, usual, padding=[0, 7])
-    real = torch.arange(60) >= torch.tensor([0, 7]).unsqueeze(1)
+    real = not_padding([0, 7], 60)
     allowed = torch.ones(60, 60, dtype=torch.bool).tril() & real[:, None, None, :]
     positions = (real.cumsum(-1) - 1).clamp_min(0)
     for mask in (allowed, torch.where(allowed, 0.0, torch.finfo(torch.float32).min)):
@@ -315,10 +317,8 @@ def test_half_precision(dtype, policy: str) -> None:
     from tova.replay import Attention, LayerState, replay
     from tova.scan import select
 
-    options = {} if policy.startswith("tova") else dict(recent_window=4)
-    made = policies.make(policy, budget=24, **options)
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(2, heads, 90, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
+    made = small(policy, 24)
+    q, k, v = (x.to(dtype) for x in qkv(tokens=90, size=16, seed=3))
     found = []
     for kind in (dtype, torch.float32):
         for scan, pieces in (("auto", [90]), ("reference", [40, *range(41, 91)])):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support.layers import qkv
+from support.policies import EVICTING
 
 from tova import UsageError, policies
 from tova.check import ContractError, check, main
@@ -16,7 +18,7 @@ from tova.simulation import simulate
 from tova.trace import canonical_trace
 
 
-@pytest.mark.parametrize("name", [name for name in policies.POLICIES if name != "full"])
+@pytest.mark.parametrize("name", EVICTING)
 def test_built_in_policies_keep_it(name: str) -> None:
     assert len(check(policies.make(name, budget=40))) >= 2
 
@@ -195,8 +197,7 @@ OF_OWN_WEIGHT = {OwnWeightTwice: "good: admitted returned 'sum' as float32"}
 
 
 def replayed(policy: Policy, scan, cuts: list[int], chunk: int = 16) -> LayerState:
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(2, heads, cuts[-1], 8, generator=generator) for heads in (4, 2, 2))
+    q, k, v = qkv(tokens=cuts[-1], seed=1)
     state = LayerState.empty(policy, k, v, 1, log=True)
     begin = 0
     for end in cuts:
@@ -213,7 +214,7 @@ def test_a_policy_of_ones_own_is_watched_at_first(wrong: type[Policy]) -> None:
     """In a text, in chunks, token by token, by either scan that can run it, in a simulation and in the check."""
     says = (MISBEHAVING | OF_KEYS | OF_OWN_WEIGHT)[wrong]
     policy = wrong(budget=20)
-    for scan in (reference.scan, fixed_point.scan):
+    for scan in (reference.SCAN, fixed_point.SCAN):
         for cuts in ([64], [1, *range(2, 65)], [8, *range(9, 65)]):
             with pytest.raises(UsageError, match=says):
                 replayed(policy, scan, cuts)
@@ -226,7 +227,7 @@ def test_a_policy_of_ones_own_is_watched_at_first(wrong: type[Policy]) -> None:
 
 def test_what_went_wrong_inside_is_the_cause() -> None:
     with pytest.raises(UsageError) as caught:
-        replayed(Raises(budget=20), reference.scan, [64])
+        replayed(Raises(budget=20), reference.SCAN, [64])
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -235,11 +236,11 @@ def test_nothing_is_watched_after_the_first_eviction(monkeypatch) -> None:
     watched = []
     usual = contract.watched
     monkeypatch.setattr(contract, "watched", lambda policy, first=0: watched.append(policy) or usual(policy, first))
-    replayed(policies.Tova(budget=40), reference.scan, [128, *range(129, 150)])
+    replayed(policies.Tova(budget=40), reference.SCAN, [128, *range(129, 150)])
     assert watched == []
-    replayed(Good(budget=40), reference.scan, [128])
+    replayed(Good(budget=40), reference.SCAN, [128])
     assert len(watched) == 2  # of eight chunks: the first, and that with the first eviction
-    replayed(Good(budget=40), reference.scan, [20, *range(21, 100)])
+    replayed(Good(budget=40), reference.SCAN, [20, *range(21, 100)])
     assert len(watched) == 2 + 1 + 1 + 1  # the first chunk, then of the tokens the first, and the first that drops one
 
 
@@ -252,7 +253,7 @@ def test_a_score_may_be_of_integers() -> None:
         def score(self, slots):
             return slots.positions.double()
 
-    a, b = (replayed(kind(budget=20), reference.scan, [64, 65, 66]) for kind in (Integers, Floats))
+    a, b = (replayed(kind(budget=20), reference.SCAN, [64, 65, 66]) for kind in (Integers, Floats))
     assert torch.equal(a.log.view, b.log.view)
     assert check(Integers(budget=20))
 
@@ -305,10 +306,10 @@ def test_the_largest_budget_is_one(kind: str) -> None:
     """Sums of budgets, intervals and shares stay within 64 bits, in every engine."""
     most = 2**62
     policy = policies.make(kind, budget=most, layer_budgets="linear:3", num_layers=4)
-    assert policy.effective_budget == most
+    assert policy.layer_budget == most
     from tova.scan import cpu
 
-    scans = [reference.scan, fixed_point.scan] + ([cpu.scan] if cpu.supports(policy) else [])
+    scans = [reference.SCAN, fixed_point.SCAN] + ([cpu.SCAN] if cpu.supports(policy) else [])
     for scan in scans:
         for every in (1, most):
             generator = torch.Generator().manual_seed(1)
@@ -316,10 +317,10 @@ def test_the_largest_budget_is_one(kind: str) -> None:
             state = LayerState.empty(policy, q, q, 2 if policy.per_head else 1, log=True)
             for begin, end in ((0, 10), (10, 11), (11, 12)):
                 part = q[:, :, begin:end]
-                replay(part, part, part, state, policy, Attention(8**-0.5), scan=scan, every=every)
+                replay(part, part, part, state, policy, Attention(8**-0.5), scan=scan, evict_every=every)
             assert (state.log.view == torch.iinfo(torch.int64).max).all()
     if kind != "scissorhands_paper":
-        for engine in ("running", "compiled"):
+        for engine in ("stepwise", "compiled"):
             assert simulate(policy, canonical_trace(tokens=40), engine).retained_mass == pytest.approx(1)
 
 

@@ -421,12 +421,12 @@ def test_misuse_of_a_running_policy() -> None:
 def test_shares_of_the_pyramid() -> None:
     """Worked figures: budget 512 over 32 layers at ratio 4 is 819 at the top and 204 at the bottom."""
     policy = policies.make("pyramidkv", budget=512)
-    shares = [policy.for_layer(i, 32).effective_budget for i in range(32)]
+    shares = [policy.for_layer(i, 32).layer_budget for i in range(32)]
     assert (shares[0], shares[31]) == (819, 204)
     assert shares == sorted(shares, reverse=True)
     assert 511 < sum(shares) / 32 <= 512
-    assert policy.effective_budget == 512
-    assert [policies.make("pyramidkv", pyramid_ratio=1).for_layer(i, 5).effective_budget for i in range(5)] == [512] * 5
+    assert policy.layer_budget == 512
+    assert [policies.make("pyramidkv", pyramid_ratio=1).for_layer(i, 5).layer_budget for i in range(5)] == [512] * 5
 
 
 def test_costs_are_stated_as_specified() -> None:

@@ -11,7 +11,9 @@ import time
 
 import pytest
 import torch
-from models import forward, tiny, tokens
+from support.layers import SIZE, Window, prompt_and_tokens
+from support.models import forward, tiny, tokens
+from support.policies import BUDGET, small
 from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
@@ -21,57 +23,16 @@ from tova.compat import cache_argument
 from tova.policies import Policy
 from tova.replay import NEVER, Attention, LayerState, replay
 from tova.scan import cpu, reference
-from tova.scan import step as compiled
+from tova.decode import cpu as compiled
 from tova.scan.modes import MODES
 
-BUDGET, PROMPT, TOKENS, SIZE = 12, 16, 50, 16
-OPTIONS: dict[str, dict] = {
-    "h2o": dict(recent_window=4),
-    "scissorhands": dict(recent_window=4),
-    "snapkv": dict(recent_window=4, obs_window=8),
-    "snapkv_prefill": dict(recent_window=4, pool_kernel=3),
-    "pyramidkv": dict(recent_window=3, obs_window=8, layer=1, num_layers=3),
-    "pyramidkv_prefill": dict(recent_window=4, pool_kernel=3, beta=4),
-}
+PROMPT, TOKENS = 16, 50
 COMPILED = [name for name, made in policies.POLICIES.items() if made in MODES and not made.reindexes]
 
 
 def make(name: str, **more) -> Policy:
-    budget = {} if name == "full" else dict(budget=BUDGET)
-    return policies.make(name, **budget, **(OPTIONS.get(name, {}) | more))
-
-
-class Window:
-    """A layer's own window: a query sees the ``width`` columns up to its own."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-
-    def block(self, queries: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        return columns.unsqueeze(2) > queries.view(1, 1, -1, 1) - self.width
-
-
-def run(
-    policy, scan, *, heads=(4, 2), padding=None, how=None, batch=2, prompt=PROMPT, tokens=TOKENS, width=SIZE,
-    device="cpu", **more,
-):  # fmt: skip
-    """Outputs [B, H, tokens, D] and the state after a prompt and one token at a time."""
-    generator = torch.Generator().manual_seed(3)
-    query = 2 * torch.randn(batch, heads[0], tokens, SIZE, generator=generator)
-    key = torch.randn(batch, heads[1], tokens, SIZE, generator=generator)
-    value = torch.randn(batch, heads[1], tokens, width, generator=generator)
-    query, key, value = (x.to(device) for x in (query, key, value))
-    state = LayerState.empty(policy, key, value, heads[1] if policy.per_head else 1, log=True)
-    real = None if padding is None else (torch.arange(prompt) >= torch.tensor(padding).unsqueeze(1)).to(device)
-    out = []
-    for begin, end in ((0, prompt), *((t, t + 1) for t in range(prompt, tokens))):
-        out.append(
-            replay(
-                query[:, :, begin:end], key[:, :, begin:end], value[:, :, begin:end], state, policy,
-                how or Attention(SIZE**-0.5), scan=scan, real=real if begin == 0 else None, **more,
-            )
-        )  # fmt: skip
-    return torch.cat(out, 2), state
+    """The middle one of three layers."""
+    return small(name, **dict(layer=1, num_layers=3) | more)
 
 
 def agree(policy, monkeypatch, **how) -> None:
@@ -84,9 +45,9 @@ def agree(policy, monkeypatch, **how) -> None:
         return real(*args)
 
     monkeypatch.setattr(compiled, "step", step)
-    expected, slow = run(policy, reference.scan, **how)
+    expected, slow = prompt_and_tokens(policy, reference.SCAN, **how)
     assert not taken
-    found, fast = run(policy, cpu.scan, **how)
+    found, fast = prompt_and_tokens(policy, cpu.SCAN, **how)
     assert len(taken) == how.get("tokens", TOKENS) - how.get("prompt", PROMPT)
     assert (slow.log.view == fast.log.view).all()
     assert (found - expected).abs().max() < 1e-5
@@ -97,7 +58,7 @@ def agree(policy, monkeypatch, **how) -> None:
     assert (slow.slots.positions[held] == fast.slots.positions[held]).all()
     for name, record in slow.slots.records.items():
         torch.testing.assert_close(fast.slots[name][held], record[held], equal_nan=True, atol=1e-5, rtol=1e-5)
-    assert (slow.most, slow.dense, slow.ordered, slow.seen) == (fast.most, fast.dense, fast.ordered, fast.seen)
+    assert (slow.most, slow.used, slow.ordered, slow.seen) == (fast.most, fast.used, fast.ordered, fast.seen)
     if policy.name != "full" and not policy.prompt_only:
         assert (slow.log.view < NEVER).any()
 
@@ -116,7 +77,7 @@ def test_every_policy(name: str, split: bool, monkeypatch) -> None:
     for heads, padding, every in itertools.product([(4, 2), (2, 2)], [None, [0, 9]], [1, 5]):
         if plain and padding is None:
             continue  # ordinary attention, nothing to decide
-        agree(make(name), monkeypatch, heads=heads, padding=padding, every=every)
+        agree(make(name), monkeypatch, heads=heads, padding=padding, evict_every=every)
     if plain:
         return
     if name != "streaming_llm_reindexed":
@@ -125,7 +86,7 @@ def test_every_policy(name: str, split: bool, monkeypatch) -> None:
         agree(make(name, sinks=3), monkeypatch)
     agree(make(name), monkeypatch, how=Attention(0.3, softcap=2.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])))
     agree(make(name), monkeypatch, visibility=Window(9))
-    agree(make(name), monkeypatch, visibility=Window(30), padding=[0, 3], every=3)
+    agree(make(name), monkeypatch, visibility=Window(30), padding=[0, 3], evict_every=3)
     agree(make(name), monkeypatch, prompt=3, width=24)
     agree(make(name), monkeypatch, prompt=1, batch=1, tokens=40)
 
@@ -135,7 +96,7 @@ def test_ties_go_to_the_lower_position(name: str) -> None:
     """Equal keys and values: all weights are equal at every step, and slots are in no order."""
     policy = make(name, **({} if name == "snapkv" else dict(per_head=False)))
     logs = []
-    for scan in (reference.scan, cpu.scan):
+    for scan in (reference.SCAN, cpu.SCAN):
         ones = torch.ones(1, 2, 1, SIZE)
         state = LayerState.empty(policy, ones, ones, 1, log=True)
         for _ in range(50):
@@ -153,15 +114,15 @@ def test_the_smallest_budgets(budget: int, monkeypatch) -> None:
 def test_positions_far_apart(monkeypatch) -> None:
     """Position order is found a byte at a time: sinks and a window thousands of tokens later."""
     policy = policies.make("snapkv", budget=40, sinks=4, recent_window=8, obs_window=4)
-    state, expected = run(policy, cpu.scan)[1], run(policy, reference.scan)[1]
+    state, expected = prompt_and_tokens(policy, cpu.SCAN)[1], prompt_and_tokens(policy, reference.SCAN)[1]
     for one in (state, expected):
         one.seen += 70_000  # as if that many had gone by in between
         one.slots.newest = one.slots.newest + 70_000
         one.log = None
     ones = torch.randn(2, 4, 1, SIZE, generator=torch.Generator().manual_seed(1))
     for _ in range(30):
-        a = replay(ones, ones[:, :2], ones[:, :2], state, policy, Attention(0.25), scan=cpu.scan)
-        b = replay(ones, ones[:, :2], ones[:, :2], expected, policy, Attention(0.25), scan=reference.scan)
+        a = replay(ones, ones[:, :2], ones[:, :2], state, policy, Attention(0.25), scan=cpu.SCAN)
+        b = replay(ones, ones[:, :2], ones[:, :2], expected, policy, Attention(0.25), scan=reference.SCAN)
         assert (a - b).abs().max() < 1e-5
     assert (state.slots.held == expected.slots.held).all()
     assert (state.slots.positions == expected.slots.positions).all()
@@ -169,7 +130,7 @@ def test_positions_far_apart(monkeypatch) -> None:
 
 def test_other_policies_and_precisions_keep_the_torch_step(monkeypatch) -> None:
     monkeypatch.setattr(compiled, "step", None)
-    run(make("scissorhands_paper", recent_window=3, history=20), reference.scan)
+    prompt_and_tokens(make("scissorhands_paper", recent_window=3, history=20), reference.SCAN)
     assert not compiled.supports(make("tova"), torch.bfloat16)
     assert not compiled.supports(make("streaming_llm_reindexed"), torch.float32)
     model = tiny("llama").to(torch.bfloat16)
@@ -224,9 +185,8 @@ def test_after_a_prompt_at_once(name: str) -> None:
     """A prompt seen whole, then decoding: with and without the log, both paths."""
     model, ids = tiny("llama"), tokens(2, TOKENS)
     logits, logs = [], []
-    options = {k: v for k, v in OPTIONS.get(name, {}).items() if "layer" not in k}
     for scan, log in (("reference", True), ("cpu", True), ("cpu", False)):
-        cache = EvictingCache(policies.make(name, budget=BUDGET, **options), scan=scan, log=log, prefill="one_shot")
+        cache = EvictingCache(small(name), scan=scan, log=log, prefill="one_shot")
         parts = [forward(model, ids[:, :40], cache, [0, 9])]
         for t in range(40, TOKENS):
             mask = (torch.arange(t + 1) >= torch.tensor([[0], [9]])).long()

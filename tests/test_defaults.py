@@ -6,19 +6,22 @@ import contextlib
 
 import pytest
 import torch
-from models import tiny, tokens
+from support.layers import Window, qkv
+from support.models import not_padding, tiny, tokens
+from support.policies import STEPWISE, small
 
 import tova
 from tova import policies
 from tova.check import check
 from tova.compat import cache_argument
 from tova.replay import Attention, LayerState, replay
-from tova.scan import cpu, fixed_point, reference, step
+from tova.decode import cpu as step
+from tova.scan import cpu, fixed_point, reference
 from tova.simulation import simulate
 from tova.trace import canonical_trace
 
 DEFAULTS = ("bfloat16", "float64", "meta")
-SCANS = {"reference": reference.scan, "cpu": cpu.scan, "fixed_point": fixed_point.scan}
+SCANS = {"reference": reference.SCAN, "cpu": cpu.SCAN, "fixed_point": fixed_point.SCAN}
 BUDGET = 9
 
 
@@ -48,28 +51,16 @@ def same(a, b) -> bool:
     return bool(a == b)
 
 
-def make(name: str) -> policies.Policy:
-    small = {"h2o": 3, "scissorhands": 3, "scissorhands_paper": 3, "snapkv": 3, "snapkv_prefill": 3, "pyramidkv": 2,
-             "pyramidkv_prefill": 2}  # fmt: skip
-    recent = {"recent_window": small[name]} if name in small else {}
-    return policies.make(name, **({} if name == "full" else dict(budget=BUDGET)), **recent)
-
-
-class Window:
-    def block(self, queries: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        return columns.unsqueeze(2) > queries.view(1, 1, -1, 1) - 6
-
-
 def numbers(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    made = [torch.randn(2, heads, 40, 8, generator=generator, dtype=torch.float32) for heads in (4, 2, 2)]
-    real = torch.arange(40) >= torch.tensor([[0], [5]])
+    made = qkv(seed=generator)
+    real = not_padding([0, 5], 40)
     return [*(x.to(dtype) for x in made), real, torch.randn(4, generator=generator, dtype=torch.float32)]
 
 
 def replayed(name: str, scan, made: list[torch.Tensor], **how) -> tuple:
     """Outputs, what is held, and the log: in pieces, then token by token."""
-    policy = make(name)
+    policy = small(name, BUDGET)
     query, key, value, real, sinks = made
     state = LayerState.empty(policy, key, value, 2 if policy.per_head else 1, log=True)
     attention = Attention(8**-0.5, how.pop("softcap", None), sinks if how.pop("sinks", False) else None)
@@ -79,7 +70,7 @@ def replayed(name: str, scan, made: list[torch.Tensor], **how) -> tuple:
         out.append(
             replay(
                 query[:, :, begin:end], key[:, :, begin:end], value[:, :, begin:end], state, policy, attention,
-                scan=scan, chunk=8, real=real[:, begin:end] if padded and begin == 0 else None,
+                scan=scan, chunk=8, not_padding=real[:, begin:end] if padded and begin == 0 else None,
                 **how | (dict(one_shot=True) if begin == 0 and "prefill" in name else {}),
             )
         )  # fmt: skip
@@ -89,9 +80,9 @@ def replayed(name: str, scan, made: list[torch.Tensor], **how) -> tuple:
 @pytest.mark.parametrize("scan", SCANS)
 @pytest.mark.parametrize("name", [name for name, made in policies.POLICIES.items() if not made.reindexes])
 def test_replay(name: str, scan: str) -> None:
-    if (scan == "cpu" and not cpu.supports(make(name))) or (scan == "fixed_point" and name == "h2o_masked"):
+    if (scan == "cpu" and not cpu.supports(small(name, BUDGET))) or (scan == "fixed_point" and name == "h2o_masked"):
         pytest.skip("another scan's")
-    for how in ({}, dict(padded=True, sinks=True), dict(visibility=Window(), every=3, softcap=5.0)):
+    for how in ({}, dict(padded=True, sinks=True), dict(visibility=Window(6), evict_every=3, softcap=5.0)):
         made = numbers()
         expected = replayed(name, SCANS[scan], made, **how)
         for what in DEFAULTS:
@@ -104,10 +95,10 @@ def test_replay(name: str, scan: str) -> None:
 def test_replay_of_other_dtypes(dtype: torch.dtype) -> None:
     made = numbers(dtype)
     for name in ("tova", "h2o_head", "scissorhands", "full", "window"):
-        expected = replayed(name, reference.scan, made)
+        expected = replayed(name, reference.SCAN, made)
         for what in DEFAULTS:
             with default(what):
-                assert same(replayed(name, reference.scan, made), expected), what
+                assert same(replayed(name, reference.SCAN, made), expected), what
 
 
 def test_replay_with_threads_and_what_is_not_finite(monkeypatch) -> None:
@@ -119,19 +110,19 @@ def test_replay_with_threads_and_what_is_not_finite(monkeypatch) -> None:
     monkeypatch.setattr(step, "_THREADS", 1)
     try:
         for name in ("tova", "window", "full"):
-            expected = replayed(name, cpu.scan, made)
+            expected = replayed(name, cpu.SCAN, made)
             for what in DEFAULTS:
                 with default(what):
-                    assert same(replayed(name, cpu.scan, made), expected), what
+                    assert same(replayed(name, cpu.SCAN, made), expected), what
     finally:
         torch.set_num_threads(usual)
 
 
-@pytest.mark.parametrize("name", [n for n, made in policies.POLICIES.items() if not made.prompt_only and n != "full"])
+@pytest.mark.parametrize("name", STEPWISE)
 def test_simulation_and_check(name: str) -> None:
-    policy = make(name)
+    policy = small(name, BUDGET)
     trace = canonical_trace(tokens=60)
-    engines = [] if policy.wants_features else ["running", "auto"]
+    engines = [] if policy.wants_features else ["stepwise", "auto"]
     expected = [vars(simulate(policy, trace, engine)) for engine in engines]
     for what in DEFAULTS:
         with default(what):
@@ -153,7 +144,7 @@ def test_a_model_with_a_cache(kind: str, what: str) -> None:
     def run() -> list:
         out = []
         for name in ("tova", "h2o", "streaming_llm", "full"):
-            cache = tova.EvictingCache(make(name), chunk=16)
+            cache = tova.EvictingCache(small(name, BUDGET), chunk=16)
             mask = (torch.arange(30, device="cpu") >= torch.tensor([[0], [4]], device="cpu")).long()
             given = {cache_argument(model): cache, "use_cache": True}
             places = (mask.cumsum(-1) - 1).clamp_min(0)
@@ -177,7 +168,7 @@ def test_generate(what: str) -> None:
     model, ids = tiny("llama"), tokens(length=20)
 
     def run() -> torch.Tensor:
-        cache = tova.EvictingCache(make("tova"))
+        cache = tova.EvictingCache(small("tova", BUDGET))
         return model.generate(
             ids,
             **{cache_argument(model): cache},
@@ -201,7 +192,7 @@ def test_measures(what: str) -> None:
         found = []
         for compiled in (True, False):
             attention = measures.AttentionMeasures(compiled=compiled)
-            cache = tova.EvictingCache(make("tova"), observers=[attention])
+            cache = tova.EvictingCache(small("tova", BUDGET), observers=[attention])
             found.append(measures.token_nll(model, ids, cache))
             found.append(measures.perplexity(found[-1]))
             report = attention.report

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from test_runner import TEXT, TINY, command, place  # noqa: F401
+from support.commands import TEXT, TINY, command
 
 import experiments
 from experiments import files, memory
@@ -51,7 +51,7 @@ class Shape(Tova):
 """
 
 
-def test_policies_that_misbehave_are_failed_rows(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_policies_that_misbehave_are_failed_rows(place, monkeypatch, capsys) -> None:
     monkeypatch.syspath_prepend(str(place))
     (place / "bad.py").write_text(POLICIES)
     classes = "policy._target_=bad.Raises,bad.Nan,bad.ProtectsAll,bad.Shape,tova.policies.Tova"
@@ -72,7 +72,7 @@ def test_policies_that_misbehave_are_failed_rows(place, monkeypatch, capsys) -> 
     assert f"{frame.loc['tova', 'perplexity']:.3f}" in out
 
 
-def test_a_mistake_found_at_run_time_hides_nothing(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_a_mistake_found_at_run_time_hides_nothing(place, monkeypatch, capsys) -> None:
     """A budget share too small for one short text: that cell fails, the others are in the table."""
     (place / "texts" / "a.txt").write_text("It was")
     words = ["-m", *TINY[:-2], "tracking.mode=disabled", "policy=tova", "budget=3,0.1", "task.measures=false"]
@@ -84,7 +84,7 @@ def test_a_mistake_found_at_run_time_hides_nothing(place, monkeypatch, capsys) -
     assert f"{frame.loc[1, 'perplexity']:.3f}" in out
 
 
-def test_what_no_cell_can_do_is_one_sentence(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_what_no_cell_can_do_is_one_sentence(place, monkeypatch, capsys) -> None:
     """The model cannot be had: nothing is left behind, and it is tried once, not once a cell."""
     from experiments.models import RandomLlama
     from tova import UsageError
@@ -103,7 +103,7 @@ def test_what_no_cell_can_do_is_one_sentence(place, monkeypatch, capsys) -> None
     assert len(tried) == 1
 
 
-def test_a_failure_keeps_no_memory(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_a_failure_keeps_no_memory(place, monkeypatch, capsys) -> None:
     """The traceback of a failed cell held its tensors: after one that was too large, small ones failed too."""
     from experiments.tasks.perplexity import Perplexity
 
@@ -153,7 +153,7 @@ def _exhausts(monkeypatch, limit: int) -> list[tuple[int, int | None]]:
     return tried
 
 
-def test_memory_that_runs_out_halves_the_cells_then_the_chunk(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_memory_that_runs_out_halves_the_cells_then_the_chunk(place, monkeypatch, capsys) -> None:
     words = ["-m", *TINY, "policy=tova", "budget=16,24,32,48", "task.together=4"]
     tried = _exhausts(monkeypatch, 64)
     code, _, err = command(monkeypatch, capsys, *words)
@@ -167,7 +167,7 @@ def test_memory_that_runs_out_halves_the_cells_then_the_chunk(place, monkeypatch
     assert rows.loc[rows["policy"] == "full", "chunk"].isna().all()
 
 
-def test_memory_that_is_never_enough_is_said_in_numbers(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_memory_that_is_never_enough_is_said_in_numbers(place, monkeypatch, capsys) -> None:
     _exhausts(monkeypatch, 1)
     monkeypatch.setattr(memory, "free_bytes_of", lambda device: 2**31)
     code, _, _ = command(monkeypatch, capsys, "-m", *TINY, "policy=tova,full", "budget=16")
@@ -199,7 +199,7 @@ def test_how_memory_runs_out(error) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 6, 9, 12])
-def test_a_full_disk_loses_nothing(place, monkeypatch, capsys, after: int) -> None:  # noqa: F811
+def test_a_full_disk_loses_nothing(place, monkeypatch, capsys, after: int) -> None:
     """One sentence, whatever was being written; no temporary file stays, and the same command ends like a quiet run."""
     words = ["-m", *TINY, "policy=tova", "budget=16,32"]
     original = files.Scratch.write
@@ -232,7 +232,7 @@ def test_a_full_disk_loses_nothing(place, monkeypatch, capsys, after: int) -> No
         assert again[figure].tolist() == quiet[figure].tolist()
 
 
-def test_permissions_are_the_umask_s(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_permissions_are_the_umask_s(place, monkeypatch, capsys) -> None:
     """Colleagues can read what the umask lets them; arrays were readable by their owner alone."""
     before = os.umask(0o027)
     try:
@@ -247,7 +247,7 @@ def test_permissions_are_the_umask_s(place, monkeypatch, capsys) -> None:  # noq
 
 
 @pytest.fixture
-def two(place, monkeypatch, capsys) -> tuple[CellFolder, CellFolder]:  # noqa: F811
+def two(place, monkeypatch, capsys) -> tuple[CellFolder, CellFolder]:
     """Two finished cells: tova at 16 and at 32."""
     code, _, err = command(monkeypatch, capsys, "-m", *TINY, "policy=tova", "budget=16,32")
     assert code == 0, err
@@ -335,7 +335,7 @@ def test_arrays_are_never_pickles(two, monkeypatch, capsys) -> None:
     assert "arrays/0000.npz: its figures are not those of its row" in err
 
 
-def test_a_broken_sweep_s_list(two, place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_a_broken_sweep_s_list(two, place, monkeypatch, capsys) -> None:
     path = find_sweep().path / "cells.json"
     path.write_text("{}")
     with pytest.raises(experiments.store.UsageError, match="run the sweep again to have it written anew"):

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import forward, tiny, tokens
-from test_decode import Window, make, run
+from support.layers import Window, prompt_and_tokens
+from support.models import forward, tiny, tokens
+from support.policies import options_of, small
 
 from tova import EvictingCache, UsageError, policies
 from tova.compat import cache_argument
@@ -32,27 +33,18 @@ kernels = pytest.mark.skipif(
 )
 
 # name -> policies that between them take every path
-POLICIES = {
-    "tova": ("tova", {}),
+POLICIES: dict[str, tuple[str, dict]] = {
+    name: (name, options_of(name))
+    for name in (
+        "tova", "h2o", "h2o_half", "scissorhands", "snapkv", "pyramidkv", "window", "streaming_llm", "tova_official",
+        "tova_value", "h2o_head", "l2norm",
+    )
+} | {
     "tova sinks": ("tova", dict(sinks=3, recent_window=4)),
-    "h2o": ("h2o", dict(recent_window=5)),
-    "h2o_half": ("h2o_half", {}),
-    "scissorhands": ("scissorhands", dict(recent_window=3)),
-    "snapkv": ("snapkv", dict(recent_window=4, obs_window=5, pool_kernel=3)),
     "snapkv unpooled": ("snapkv", dict(recent_window=1, obs_window=3, pool_kernel=1)),
-    "pyramidkv": ("pyramidkv", dict(recent_window=4, obs_window=4)),
-    "window": ("window", {}),
     "window recent": ("window", dict(recent_window=6)),
-    "streaming_llm": ("streaming_llm", {}),
-    "tova_official": ("tova_official", {}),
-    "tova_value": ("tova_value", {}),
-    "h2o_head": ("h2o_head", {}),
-    "l2norm": ("l2norm", {}),
-}
-UNCOMPILED = {
-    "random": ("random", {}),
-    "scissorhands_paper": ("scissorhands_paper", dict(recent_window=4, history=10)),
-}
+}  # fmt: skip
+UNCOMPILED = {name: (name, options_of(name)) for name in ("random", "scissorhands_paper")}
 # name -> what is particular about the chunk
 CHUNKS = {
     "full cache": {},
@@ -431,14 +423,14 @@ def test_step_kernels_decide_as_torch(name: str, how: str, monkeypatch) -> None:
         return real(*arguments)
 
     monkeypatch.setattr(step_gpu, "step", counting)
-    policy, options = STEPPED[name]
-    made, options = make(policy, **options), DECODED[how] | dict(prompt=14, tokens=30)
+    policy, chosen = STEPPED[name]
+    made, options = small(policy, **chosen), DECODED[how] | dict(prompt=14, tokens=30)
     if how == "softcap, sinks, wide values" and DEVICE.type == "cuda":
         attention = options["how"]
         options["how"] = dataclasses.replace(attention, sinks=attention.sinks.to(DEVICE))
-    expected, slow = run(made, reference.scan, device=DEVICE, **options)
+    expected, slow = prompt_and_tokens(made, reference.scan, device=DEVICE, **options)
     assert taken == [0]
-    found, fast = run(made, gpu.scan, device=DEVICE, **options)
+    found, fast = prompt_and_tokens(made, gpu.scan, device=DEVICE, **options)
     assert taken == [16]
     assert (slow.log.view == fast.log.view).all()
     assert (slow.log.view < NEVER).any()
@@ -461,9 +453,9 @@ def test_step_kernels_drop_the_lower_of_equals(policy: str) -> None:
     logs = []
     for scan in (reference.scan, gpu.scan):
         ones = torch.ones(1, 2, 1, 16, device=DEVICE)
-        state = LayerState.empty(make(policy), ones, ones, 1, log=True)
+        state = LayerState.empty(small(policy), ones, ones, 1, log=True)
         for _ in range(25):
-            replay(ones, ones, ones, state, make(policy), Attention(0.25), scan=scan)
+            replay(ones, ones, ones, state, small(policy), Attention(0.25), scan=scan)
         logs.append(state.log.view)
     assert (logs[0] == logs[1]).all()
     assert (logs[0] < NEVER).sum() == 25 - 12

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny, tokens
+from support.models import tiny, tokens
+from support.policies import small
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,19 +18,10 @@ from tova import DecodeGraph, EvictingCache, UsageError
 from tova.compat import cache_argument
 from tova.policies import make
 
-POLICIES: dict[str, dict[str, int]] = {
-    "tova": {},
-    "tova_official": {},
-    "tova_value": {},
-    "h2o": dict(recent_window=4),
-    "h2o_half": {},
-    "scissorhands": dict(recent_window=4),
-    "snapkv": dict(recent_window=4, obs_window=4),
-    "window": {},
-    "streaming_llm": {},
-    "l2norm": {},
-    "random": {},
-}
+POLICIES = (
+    "tova", "tova_official", "tova_value", "h2o", "h2o_half", "scissorhands", "snapkv", "window", "streaming_llm",
+    "l2norm", "random",
+)  # fmt: skip
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
 """Operations that read a number back, for which a GPU would have to be waited for; a graph cannot hold them."""
 
@@ -125,7 +117,7 @@ def test_a_graph_decodes_the_same(on_the_cpu, policy: str, prompt: int) -> None:
     model, ids = tiny("llama"), tokens(2, 75)
     found = []
     for graph in (None, on_the_cpu):
-        cache = EvictingCache(make(policy, budget=16, **POLICIES[policy]), log=False, scan="reference")
+        cache = EvictingCache(small(policy, 16), log=False, scan="reference")
         logits = decode(model, cache, ids[:, :prompt], ids[:, prompt:], graph)
         found.append((logits, [cache.kept(n, row) for n in range(2) for row in range(2)], cache.get_seq_length()))
     assert decode.step.recordings == 1
@@ -137,7 +129,7 @@ def test_heads_and_layers_of_their_own(on_the_cpu) -> None:
     model, ids = tiny("llama"), tokens(1, 90)
     found = []
     for graph in (None, on_the_cpu):
-        cache = EvictingCache(make("pyramidkv", budget=20, recent_window=4, per_head=True), log=False, scan="reference")
+        cache = EvictingCache(small("pyramidkv", 20, per_head=True), log=False, scan="reference")
         logits = decode(model, cache, ids[:, :60], ids[:, 60:], graph)
         found.append((logits, [cache.kept(n, 0, head) for n in range(2) for head in range(2)]))
     assert decode.step.recordings == 1
@@ -228,7 +220,7 @@ def test_on_a_gpu(policy: str) -> None:
     model, ids = tiny("llama").to("cuda"), tokens(2, 75).to("cuda")
     found = []
     for graph in (None, DecodeGraph):
-        cache = EvictingCache(make(policy, budget=16, **POLICIES[policy]), log=False)
+        cache = EvictingCache(small(policy, 16), log=False)
         found.append((decode(model, cache, ids[:, :30], ids[:, 30:], graph), [cache.kept(n) for n in range(2)]))
     assert found[0][1] == found[1][1]
     assert (found[0][0] - found[1][0]).abs().max() < 1e-4

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import SMALL, finish, start, texts, until
-from slurm import missing, slurm
-from test_sharing import assert_same, frames
+from support.commands import SMALL, finish, start, texts, until
+from support.results import assert_same, cell, frames
+from support.slurm import missing, slurm
 
 import experiments
 from experiments import schedule
@@ -219,8 +219,6 @@ def test_a_job_over_its_memory_and_one_out_of_time(tmp_path, cluster, capsys) ->
 
 def test_shares_keep_what_is_loaded_together(tmp_path) -> None:
     """All cells, each once, in as many shares as workers, those of one model and text in as few as possible."""
-    from test_address import cell
-
     cells = [
         cell(f"model.seed={seed}", f"budget={budget}", "policy=tova", "dataset.tokens=100")
         for seed in (0, 1)
@@ -237,8 +235,6 @@ def test_shares_keep_what_is_loaded_together(tmp_path) -> None:
 
 def test_estimates_come_from_what_was_measured(tmp_path) -> None:
     import json
-
-    from test_address import cell
 
     from experiments.provenance import device_name
 

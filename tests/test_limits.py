@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as t
-from models import build, forward, tiny, tokens
+from support.models import build, forward, tiny, tokens
 
 import tova
 from tova import EvictingCache, UsageError, policies
 from tova.limits import positions, vocabulary
 from tova.measures import token_nll
-from tova.rows import SideBySide
+from tova.side_by_side import SideBySide
 
 _BERT = dict(
     vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, is_decoder=True

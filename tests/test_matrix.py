@@ -15,31 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from models import REFUSED, REFUSED_WHEN_RUN, ZOO, build, forward, tiny, tokens
-from oracle import PhysicalCache, compare, decode
+from support.models import REFUSED, REFUSED_WHEN_RUN, ZOO, build, forward, not_padding, tiny, tokens
+from support.oracle import PhysicalCache, compare, decode
+from support.policies import BUDGET, options_of, small
 
 from tova import EvictingCache, UsageError, enable, policies
 from tova.compat import cache_argument
 
 README = Path(__file__).parent.parent / "README.md"
-BUDGET, TOKENS = 12, 44
-OPTIONS: dict[str, dict] = {
-    "full": {},
-    "h2o": dict(recent_window=4),
-    "scissorhands": dict(recent_window=4),
-    "scissorhands_paper": dict(recent_window=3, history=20),
-    "snapkv": dict(recent_window=4, obs_window=8),
-    "snapkv_prefill": dict(recent_window=4, pool_kernel=3),
-    "pyramidkv": dict(recent_window=3, obs_window=8),
-    "pyramidkv_prefill": dict(recent_window=4, pool_kernel=3, beta=4),
-}
+TOKENS = 44
 # What no cache that forgets can do, or what evicts at the end of a prompt only: nothing to decode physically.
 NOT_PHYSICAL = ("h2o_masked", "snapkv_prefill", "pyramidkv_prefill", "random")
-
-
-def make(policy: str):
-    options = OPTIONS.get(policy, {})
-    return policies.make(policy, **options) if policy == "full" else policies.make(policy, budget=BUDGET, **options)
 
 
 def generate(model, ids, cache, **more):
@@ -61,35 +47,35 @@ def physically(model, policy: str) -> None:
     ids, padding = tokens(2, TOKENS, seed=2), [0, 9]
     if policy in NOT_PHYSICAL:
         pytest.skip("nothing to decode physically")
-    cache = EvictingCache(make(policy), chunk=16)
+    cache = EvictingCache(small(policy), chunk=16)
     logits = forward(model, ids, cache, padding)
-    physical = PhysicalCache(policy, 0 if policy == "full" else BUDGET, padding, **OPTIONS.get(policy, {}))
+    physical = PhysicalCache(policy, 0 if policy == "full" else BUDGET, padding, **options_of(policy))
     expected = decode(model, ids, physical)
     verdict = compare(cache.evicted_at, physical)
     assert not verdict.unexcused, verdict.unexcused
     if not verdict.different:
-        real = torch.arange(TOKENS) >= torch.tensor(padding).unsqueeze(1)
+        real = not_padding(padding, TOKENS)
         close(logits[real], expected[real])
 
 
 def own_attention(model, policy: str) -> None:
     """A budget that is never reached gives the model's own attention."""
     ids, padding = tokens(2, TOKENS, seed=3), [7, 0]
-    real = torch.arange(TOKENS) >= torch.tensor(padding).unsqueeze(1)
+    real = not_padding(padding, TOKENS)
     mask = real.long()
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         expected = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     enable(model)
-    unbounded = make("full") if policy == "full" else make(policy).with_budget(1000)
+    unbounded = small("full") if policy == "full" else small(policy).with_budget(1000)
     close(forward(model, ids, EvictingCache(unbounded, chunk=16), padding)[real], expected[real])
 
 
 def token_by_token(model, policy: str) -> None:
     """Decoding through fixed slots is the replay, after a prompt and with another one in between."""
     ids = tokens(2, TOKENS, seed=4)
-    whole, stepwise = EvictingCache(make(policy)), EvictingCache(make(policy), chunk=7)
+    whole, stepwise = EvictingCache(small(policy)), EvictingCache(small(policy), chunk=7)
     expected = forward(model, ids, whole)
     parts = [forward(model, ids[:, :18], stepwise)]
     parts += [forward(model, ids[:, t : t + 1], stepwise) for t in range(18, 32)]
@@ -102,7 +88,7 @@ def token_by_token(model, policy: str) -> None:
 def left_padded(model, policy: str) -> None:
     """A padded row of a batch is the row alone."""
     ids = tokens(2, TOKENS, seed=5)
-    both, alone = EvictingCache(make(policy)), EvictingCache(make(policy))
+    both, alone = EvictingCache(small(policy)), EvictingCache(small(policy))
     logits = forward(model, ids, both, [0, 11])
     close(logits[1:, 11:], forward(model, ids[1:, 11:], alone))
     log = both.evicted_at[:, 1:, ..., 11:]
@@ -112,30 +98,30 @@ def left_padded(model, policy: str) -> None:
 def generating(model, policy: str) -> None:
     """Greedy text: fed back in one pass, the same choices and the same drops; a prompt in pieces changes nothing."""
     ids, more = tokens(2, 24, seed=6), _unlike(policy)
-    cache = EvictingCache(make(policy))
+    cache = EvictingCache(small(policy))
     text = generate(model, ids, cache, **more)
-    again = EvictingCache(make(policy))
+    again = EvictingCache(small(policy))
     logits = forward(model, text[:, :-1], again)
     assert more or (logits[:, 23:, 3:].argmax(-1) + 3 == text[:, 24:]).all()
     assert (again.evicted_at == cache.evicted_at).all()
-    assert (generate(model, ids, EvictingCache(make(policy)), prefill_chunk_size=9, **more) == text).all()
+    assert (generate(model, ids, EvictingCache(small(policy)), prefill_chunk_size=9, **more) == text).all()
 
 
 def sampling_and_beams(model, policy: str) -> None:
     """A sampled text replays to the drops it was sampled with; beams find what they find with an ordinary cache."""
     ids, more = tokens(2, 20, seed=7), _unlike(policy)
-    cache = EvictingCache(make(policy))
+    cache = EvictingCache(small(policy))
     torch.manual_seed(0)
     text = generate(model, ids, cache, do_sample=True, temperature=1.5, **more)
-    again = EvictingCache(make(policy))
+    again = EvictingCache(small(policy))
     forward(model, text[:, :-1], again)
     assert (again.evicted_at == cache.evicted_at).all()
-    unbounded = make("full") if policy == "full" else make(policy).with_budget(1000)
+    unbounded = small("full") if policy == "full" else small(policy).with_budget(1000)
     beams = dict(num_beams=3, max_new_tokens=8, **more)
     with torch.inference_mode():
         expected = model.generate(ids, do_sample=False, pad_token_id=0, suppress_tokens=[0, 1, 2], **beams)
     assert (generate(model, ids, EvictingCache(unbounded), **beams) == expected).all()
-    assert generate(model, ids, EvictingCache(make(policy)), **beams).shape == expected.shape
+    assert generate(model, ids, EvictingCache(small(policy)), **beams).shape == expected.shape
 
 
 def _unlike(policy: str) -> dict:
@@ -146,15 +132,15 @@ def _unlike(policy: str) -> dict:
 def going_on(model, policy: str) -> None:
     """A conversation continues with the same cache; a cache copied or stored mid-way goes on as if nothing happened."""
     ids, more = tokens(1, 24, seed=8), _unlike(policy)
-    at_once = EvictingCache(make(policy))
+    at_once = EvictingCache(small(policy))
     text = generate(model, ids, at_once, max_new_tokens=12, **more)
-    cache = EvictingCache(make(policy))
+    cache = EvictingCache(small(policy))
     first = generate(model, ids, cache, max_new_tokens=5, **more)
     stored = io.BytesIO()
     torch.save(cache.state_dict(), stored)
     copied = copy.deepcopy(cache)
     stored.seek(0)
-    restored = EvictingCache(make(policy))
+    restored = EvictingCache(small(policy))
     restored.load_state_dict(torch.load(stored, weights_only=True))
     for kept in (cache, copied, restored):
         assert (generate(model, first, kept, max_new_tokens=7, **more) == text).all()
@@ -166,9 +152,9 @@ def going_on(model, policy: str) -> None:
 def one_shot(model, policy: str) -> None:
     """A prompt at once: every token of it sees all the model lets it see, then the policy evicts once."""
     ids, padding = tokens(2, TOKENS, seed=9), [0, 5]
-    full = forward(model, ids, EvictingCache(make("full")), padding)
+    full = forward(model, ids, EvictingCache(small("full")), padding)
     for scan in ("reference", "auto"):
-        cache = EvictingCache(make(policy), prefill="one_shot", scan=scan, chunk=16)
+        cache = EvictingCache(small(policy), prefill="one_shot", scan=scan, chunk=16)
         close(forward(model, ids, cache, padding)[0], full[0])
         log = cache.evicted_at
         dropped = (log >= 0) & (log < TOKENS)
@@ -177,7 +163,7 @@ def one_shot(model, policy: str) -> None:
             assert (dropped == window).all()
             for layer in range(len(cache.layers)):
                 made = cache.layers[layer].policy
-                assert len(cache.kept(layer)) == (TOKENS if policy == "full" else made.remains(TOKENS))
+                assert len(cache.kept(layer)) == (TOKENS if policy == "full" else made.keeps_of_prompt(TOKENS, TOKENS))
         if scan == "reference":
             first = log
         assert (log == first).all()
@@ -188,7 +174,7 @@ def one_shot(model, policy: str) -> None:
 def at_intervals(model, policy: str) -> None:
     """The cache grows four past its budget and is cut back at once, replayed or token by token."""
     ids = tokens(2, TOKENS, seed=11)
-    whole, stepwise = (EvictingCache(make(policy), evict_every=4, chunk=c) for c in (16, 100))
+    whole, stepwise = (EvictingCache(small(policy), evict_every=4, chunk=c) for c in (16, 100))
     expected = forward(model, ids, whole)
     parts = [forward(model, ids[:, :20], stepwise)]
     parts += [forward(model, ids[:, t : t + 1], stepwise) for t in range(20, TOKENS)]

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from models import forward, tiny, tokens
+from support.models import forward, tiny, tokens
+from support.policies import small
 
 import tova
 from tova import EvictingCache, UsageError, policies
@@ -20,7 +21,7 @@ def eager_rows(model, ids, cache):
     Written without the library's attention: hooks take the queries and keys each layer's attention was given.
     """
     rows = []
-    original = tova.attention.attend
+    original = tova.attention.evicting_attention
     from transformers import AttentionInterface
 
     def spy(module, query, key, value, mask, **kwargs):
@@ -42,7 +43,7 @@ def eager_rows(model, ids, cache):
 def test_mass_and_recall_against_a_naive_loop(policy: str) -> None:
     model = tiny("llama")
     ids = tokens(2, 90)
-    made = policies.make(policy) if policy == "full" else policies.make(policy, budget=24)
+    made = small(policy, 24)
     rows = eager_rows(model, ids, EvictingCache(made)).mean(2)
     measures = AttentionMeasures(block=32)
     cache = EvictingCache(made, observers=[measures])
@@ -314,7 +315,7 @@ def test_the_compiled_pass_measures_the_same(policy: str, threads: int) -> None:
     """Ties included: in the first layer of a text of few words many weights are equal."""
     model = tiny("llama")
     ids = tokens(2, 150) % 5 + 3
-    made = policies.make(policy) if policy == "full" else policies.make(policy, budget=24)
+    made = small(policy, 24)
     found = []
     torch.set_num_threads(threads)
     for compiled in (True, False):

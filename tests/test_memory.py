@@ -6,7 +6,8 @@ import weakref
 
 import pytest
 import torch
-from models import forward, tiny, tokens
+from support.models import forward, tiny, tokens
+from support.policies import small
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -94,8 +95,7 @@ def test_peak_of_a_long_generation(length: int, budget: int, within: float) -> N
 def test_bytes_are_those_allocated(policy: str) -> None:
     """``nbytes`` is what the tensors' storages take, after a prompt and after each decoded token."""
     model = tiny("llama")
-    options = {} if policy == "full" else dict(budget=40)
-    cache = EvictingCache(policies.make(policy, **options), prefill="one_shot")
+    cache = EvictingCache(small(policy, 40), prefill="one_shot")
     ids = tokens(2, 110)
     for begin, end in ((0, 90), (90, 91), (91, 92), (92, 100), (100, 101)):
         forward(model, ids[:, begin:end], cache)

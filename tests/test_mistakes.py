@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.commands import command
 
 PAGE = Path(__file__).parent.parent / "docs" / "mistakes.md"
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 12
@@ -299,19 +300,10 @@ def place(tmp_path, monkeypatch):
         del sys.modules[module]
 
 
-def command(monkeypatch, capsys, words: list[str]) -> tuple[int, str, str]:
-    from experiments import run
-
+def ran(monkeypatch, capsys, words: list[str]) -> tuple[int, str, str]:
+    """``BASE`` and ``words``, as the runner takes them."""
     # Without a flag Hydra composes twice, to see whether an experiment is a sweep; that is most of the time here.
-    flags = [] if "-m" in words else ["--run"]
-    monkeypatch.setattr(sys, "argv", ["experiments.run", *flags, *BASE, *words])
-    code = 0
-    try:
-        run.main()
-    except SystemExit as e:
-        code = int(e.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return command(monkeypatch, capsys, *([] if "-m" in words else ["--run"]), *BASE, *words)
 
 
 def lying_in(place: Path) -> set[str]:
@@ -330,7 +322,7 @@ def test_one_mistake_one_sentence(place, monkeypatch, capsys, kind: str, name: s
     words, says = MISTAKES[kind][name]
     before = lying_in(place)
     started = time.monotonic()
-    code, out, err = command(monkeypatch, capsys, words)
+    code, out, err = ran(monkeypatch, capsys, words)
     seconds = time.monotonic() - started
     assert code == 2, (out, err)
     lines = err.strip().splitlines()
@@ -350,7 +342,7 @@ def test_one_mistake_one_sentence(place, monkeypatch, capsys, kind: str, name: s
 @pytest.mark.parametrize("name", LATE)
 def test_mistakes_that_are_found_late(place, monkeypatch, capsys, name: str) -> None:
     words, says = LATE[name]
-    code, _, err = command(monkeypatch, capsys, words)
+    code, _, err = ran(monkeypatch, capsys, words)
     assert code in (2, 3), err
     last = err.strip().splitlines()[-1]
     assert last.startswith("error: ")
@@ -360,7 +352,7 @@ def test_mistakes_that_are_found_late(place, monkeypatch, capsys, name: str) -> 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_looks_wrong_and_is_right(place, monkeypatch, capsys, name: str) -> None:
     words, _ = RIGHT[name]
-    code, _, err = command(monkeypatch, capsys, words)
+    code, _, err = ran(monkeypatch, capsys, words)
     assert code == 0, err
     import experiments
 
@@ -374,7 +366,7 @@ def test_what_looks_wrong_and_is_right(place, monkeypatch, capsys, name: str) ->
 
 
 def test_the_last_of_two_counts(place, monkeypatch, capsys) -> None:
-    code, _, err = command(monkeypatch, capsys, RIGHT["an option given twice"][0])
+    code, _, err = ran(monkeypatch, capsys, RIGHT["an option given twice"][0])
     assert code == 0, err
     assert list((place / "results/runs").glob("tova-16-*"))
     assert not list((place / "results/runs").glob("tova-32-*"))

@@ -15,12 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import LAST, PER_HEAD, RINGS, Row, Rule, f32
+from support.layers import Window, qkv
+from support.models import not_padding
+from support.oracle import LAST, PER_HEAD, RINGS, Row, Rule, f32
+from support.policies import options_of, small
 
-from tova import policies
 from tova.policies import Policy, Record
 from tova.replay import NEVER, Attention, LayerState, replay
-from tova.scan import cpu, fixed_point, has_triton, reference, step
+from tova.decode import cpu as step
+from tova.scan import cpu, fixed_point, reference
+from tova.scan.select import has_triton
 
 BATCH, HEADS, GROUPS, TOKENS, SIZE, BUDGET = 2, 4, 2, 44, 8, 9
 NAN, INF = math.nan, math.inf
@@ -97,24 +101,13 @@ class Decay(Policy):
 
 
 POLICIES: dict[str, tuple[str, dict]] = {
-    "tova": ("tova", {}),
-    "tova, sinks": ("tova", dict(sinks=2, recent_window=3)),
-    "tova_head": ("tova_head", {}),
-    "tova_official": ("tova_official", {}),
-    "tova_value": ("tova_value", {}),
-    "h2o": ("h2o", dict(recent_window=3)),
-    "h2o_head": ("h2o_head", {}),
-    "h2o_masked": ("h2o_masked", {}),
-    "scissorhands": ("scissorhands", dict(recent_window=3)),
-    "scissorhands_paper": ("scissorhands_paper", dict(recent_window=2, history=5)),
-    "snapkv": ("snapkv", dict(recent_window=3, obs_window=4, pool_kernel=3)),
-    "window": ("window", {}),
-    "streaming_llm": ("streaming_llm", dict(sinks=2)),
-    "l2norm": ("l2norm", {}),
-    "random": ("random", {}),
-    "full": ("full", {}),
-    "own": ("own", dict(recent_window=1)),
-}
+    name: (name, options_of(name))
+    for name in (
+        "tova", "tova_head", "tova_official", "tova_value", "h2o", "h2o_head", "h2o_masked", "scissorhands",
+        "scissorhands_paper", "snapkv", "window", "streaming_llm", "l2norm", "random", "full",
+    )
+} | {"tova, sinks": ("tova", dict(sinks=2, recent_window=3)), "own": ("own", dict(recent_window=1))}  # fmt: skip
+"""Name -> policy and options; what is here the judge below knows."""
 
 # where -> (which of query, key, value; batch row, heads, tokens; what). Row 1 is never touched.
 WHERE = {
@@ -168,30 +161,16 @@ CASES = {
 }
 
 
-class Window:
-    """A layer's own window: a query sees the ``width`` columns up to its own."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-
-    def block(self, queries: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        return columns.unsqueeze(2) > queries.view(1, 1, -1, 1) - self.width
-
-
 def make(name: str) -> Policy:
-    kind, options = POLICIES[name]
+    kind, chosen = POLICIES[name]
     if kind == "own":
         return Decay(budget=BUDGET)
-    return policies.make(kind, **({} if kind == "full" else dict(budget=BUDGET)), **options)
+    return small(kind, BUDGET, **chosen)
 
 
 def numbers(where: str | None, seed: int = 5) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    made = {
-        "query": torch.randn(BATCH, HEADS, TOKENS, SIZE, generator=generator) * 1.5,
-        "key": torch.randn(BATCH, GROUPS, TOKENS, SIZE, generator=generator) * 1.5,
-        "value": torch.randn(BATCH, GROUPS, TOKENS, SIZE, generator=generator),
-    }
+    parts = qkv(BATCH, (HEADS, GROUPS), TOKENS, SIZE, scales=(1.5, 1.5, 1), seed=seed)
+    made = dict(zip(("query", "key", "value"), parts, strict=True))
     for what, head, token, number in WHERE[where] if where else ():
         made[what][0, head, token, 3] = number
     return made
@@ -199,7 +178,7 @@ def numbers(where: str | None, seed: int = 5) -> dict[str, torch.Tensor]:
 
 def judged(name: str, made: dict[str, torch.Tensor], case: dict) -> tuple[torch.Tensor, torch.Tensor, list]:
     """Outputs, ``evicted_at`` int64 [B, G, T] and rows, by a loop that drops for real."""
-    kind, options = POLICIES[name]
+    kind, chosen = POLICIES[name]
     kind = {"own": "h2o", "h2o_masked": "h2o_head", "full": "window"}.get(kind, kind)
     budget = 10**6 if name == "full" else BUDGET
     q, k, v = made["query"], made["key"], made["value"]
@@ -213,7 +192,7 @@ def judged(name: str, made: dict[str, torch.Tensor], case: dict) -> tuple[torch.
     for b in range(BATCH):
         log[b, :, : padding[b]] = -1
         for g in range(sets):
-            rule, row = Judge(kind, budget, 0, 1, every=case.get("every", 1), **options), Row()
+            rule, row = Judge(kind, budget, 0, 1, every=case.get("every", 1), **chosen), Row()
             heads = slice(g * queries, (g + 1) * queries)
             keys, values = k[b, g * share : (g + 1) * share], v[b, g * share : (g + 1) * share]
             for t in range(padding[b], TOKENS):
@@ -256,24 +235,24 @@ def run(name: str, engine: str, made: dict[str, torch.Tensor], case: dict, monke
     """Outputs and ``evicted_at`` of one engine; None where it does not know the policy."""
     kind, cuts, chunk, threads = ENGINES[engine]
     policy = make(name)
-    scan = {"reference": reference.scan, "cpu": cpu.scan, "split": cpu.scan, "fixed_point": fixed_point.scan}.get(kind)
+    scan = {"reference": reference.SCAN, "cpu": cpu.SCAN, "split": cpu.SCAN, "fixed_point": fixed_point.SCAN}.get(kind)
     if kind == "split":
         monkeypatch.setattr(step, "_MANY", 0)
         monkeypatch.setattr(step, "_THREADS", 1)
     if kind.startswith("gpu"):
         from tova.scan import gpu
 
-        scan = gpu.scan if kind == "gpu" else fixed_point.scan
+        scan = gpu.SCAN if kind == "gpu" else fixed_point.SCAN
         if kind == "gpu" and not gpu.supports(policy):
             return None
-    if scan is cpu.scan and not cpu.supports(policy):
+    if scan is cpu.SCAN and not cpu.supports(policy):
         return None
-    if scan is fixed_point.scan and not fixed_point.supports(policy):
+    if scan is fixed_point.SCAN and not fixed_point.supports(policy):
         return None
     q, k, v = (made[what].clone() for what in ("query", "key", "value"))
     state = LayerState.empty(policy, k, v, GROUPS if policy.per_head else 1, log=True)
     attention = Attention(SIZE**-0.5, None, head_sinks() if case.get("sinks") else None)
-    real = torch.arange(TOKENS) >= torch.tensor(case.get("padding", [0, 0])).unsqueeze(1)
+    real = not_padding(case.get("padding", [0, 0]), TOKENS)
     out, begin = [], 0
     usual = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -283,7 +262,7 @@ def run(name: str, engine: str, made: dict[str, torch.Tensor], case: dict, monke
             out.append(
                 replay(
                     q[:, :, begin:end], k[:, :, begin:end], v[:, :, begin:end], state, policy, attention, scan=scan,
-                    real=None if bool(columns.all()) else columns, every=case.get("every", 1), chunk=chunk,
+                    not_padding=None if bool(columns.all()) else columns, evict_every=case.get("every", 1), chunk=chunk,
                     visibility=Window(case["window"]) if "window" in case else None,
                 )
             )  # fmt: skip

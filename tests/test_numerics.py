@@ -14,16 +14,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import tiny, tokens
+from support.models import tiny, tokens
 
 from tova import EvictingCache, policies
 from tova.measures import AttentionMeasures, AttentionReport, _cross_entropy, perplexity, token_nll
 from tova.observers import Seen
 from tova.policies import Slots
-from tova.policies.base import new_records
+from tova.policies.base import Schedule
+from tova.policies.steps import new_records
 from tova.replay import Attention, LayerState, replay
-from tova.rows import SideBySide
+from tova.side_by_side import SideBySide
 from tova.scan import Chunk, cpu, fixed_point, reference
+from tova.scan.chunk import weights_under
 
 PAGE = Path(__file__).parent.parent / "docs" / "numerics.md"
 CANDIDATES = (640, 4_096, 16_384)
@@ -58,7 +60,7 @@ def chunk_of(candidates: int, scale: float, heads: int = 4, steps: int = 4) -> C
         observed=torch.full((1, 1), kept),
         newest=torch.full((1, 1), kept - 1),
     )
-    return Chunk(normals(1, heads, steps, candidates) * scale, slots, kept, trigger=10**9, remains=10**9)
+    return Chunk(normals(1, heads, steps, candidates) * scale, slots, kept, Schedule(10**9, 10**9))
 
 
 def worst(errors: list[float]) -> float:
@@ -72,7 +74,10 @@ def scanned(scan, candidates: int) -> float:
     for scale in SCALES:
         chunk = chunk_of(candidates, scale)
         logits = chunk.logits[0].clone()
-        weights, sums, _ = scan(policies.make("h2o", budget=10**6), chunk)
+        decision = scan.decide(policies.make("h2o", budget=10**6), chunk)
+        weights, sums = decision.weights, decision.sums
+        if weights is None:
+            weights, sums = weights_under(chunk, decision.last)
         exact = softmax_rows(logits, chunk.kept)
         found = (weights.double() / sums.double())[0].numpy()
         top = np.unravel_index(exact.argmax(-1), exact.shape[-1:])[0]
@@ -87,7 +92,7 @@ def averaged(scan, candidates: int) -> float:
     for scale in SCALES:
         chunk = chunk_of(candidates, scale)
         logits, kept = chunk.logits[0].clone(), chunk.kept
-        scan(policies.make("h2o", budget=10**6), chunk)
+        scan.decide(policies.make("h2o", budget=10**6), chunk)
         rows = softmax_rows(logits, kept).mean(0)[:, :kept]
         exact = np.array([math.fsum(column) for column in rows.T])
         errors.append(float(np.abs(chunk.slots["sum"][0, :kept].double().numpy() / exact - 1).max()))
@@ -125,8 +130,8 @@ def decoded(candidates: int) -> float:
             observed=torch.full((1, 1), held),
             newest=torch.full((1, 1), held - 1),
         )
-        state.seen = state.most = held
-        out = replay(query, key[:, :, held:], value[:, :, held:], state, policy, attention, scan=cpu.scan)
+        state.seen = state.most = state.used = held
+        out = replay(query, key[:, :, held:], value[:, :, held:], state, policy, attention, scan=cpu.SCAN)
         keys, values = (x.double().repeat_interleave(2, 1) for x in (key, value))
         rows = torch.from_numpy(softmax_rows((query.double() @ keys.mT * 0.25)[0], held))
         exact = (rows @ values[0])[:, 0]
@@ -227,23 +232,23 @@ SUMS = {
         "measures", "float32 rows, float64 sums", lambda n: measured(n, compiled=False), CANDIDATES, 1e-6
     ),
     "mass of a step, compiled": Sum(
-        "scan/shares", "float32 rows, float64 sums", lambda n: measured(n, compiled=True), CANDIDATES, 1e-6
+        "measures_cpu", "float32 rows, float64 sums", lambda n: measured(n, compiled=True), CANDIDATES, 1e-6
     ),
     "softmax denominator, reference scan": Sum(
-        "scan/reference", "float32", lambda n: scanned(reference.scan, n), CANDIDATES, 2e-6
+        "scan/reference", "float32", lambda n: scanned(reference.SCAN, n), CANDIDATES, 2e-6
     ),
-    "softmax denominator, compiled scan": Sum("scan/cpu", "float32", lambda n: scanned(cpu.scan, n), CANDIDATES, 2e-6),
+    "softmax denominator, compiled scan": Sum("scan/cpu", "float32", lambda n: scanned(cpu.SCAN, n), CANDIDATES, 2e-6),
     "softmax denominator, fixed point": Sum(
-        "scan/fixed_point", "float32", lambda n: scanned(fixed_point.scan, n), CANDIDATES, 2e-6
+        "scan/fixed_point", "float32", lambda n: scanned(fixed_point.SCAN, n), CANDIDATES, 2e-6
     ),
     "weights a policy sees, reference scan": Sum(
-        "scan/reference", "float32", lambda n: averaged(reference.scan, n), CANDIDATES, 5e-6
+        "scan/reference", "float32", lambda n: averaged(reference.SCAN, n), CANDIDATES, 5e-6
     ),
     "weights a policy sees, compiled scan": Sum(
-        "scan/cpu", "float32", lambda n: averaged(cpu.scan, n), CANDIDATES, 5e-6
+        "scan/cpu", "float32", lambda n: averaged(cpu.SCAN, n), CANDIDATES, 5e-6
     ),
-    "a decoded token's attention": Sum("scan/step", "float32", decoded, CANDIDATES, 2e-5),
-    "values under weights": Sum("replay, products", "float32", mixed, CANDIDATES, 5e-6),
+    "a decoded token's attention": Sum("decode/cpu", "float32", decoded, CANDIDATES, 2e-5),
+    "values under weights": Sum("backends/threaded", "float32", mixed, CANDIDATES, 5e-6),
     "h2o's sums over steps": Sum("policies/h2o, all scans", "float32", running_sums, CANDIDATES, 2e-5),
 }
 

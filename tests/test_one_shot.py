@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from models import forward, tiny, tokens
+from support.models import forward, tiny, tokens
 
 import tova
 from tova import EvictingCache, policies
@@ -158,17 +158,17 @@ def test_pyramidkv_prefill(smollm2, maps) -> None:
 def test_schedules_of_pyramidkv() -> None:
     """Capacity 512, window 8: 991 for the first of 32 layers, 61 for the last; short prompts are cut evenly."""
     made = policies.make("pyramidkv_prefill", budget=512, recent_window=8)
-    remains = [made.for_layer(layer, 32).remains(100_000) for layer in range(32)]
+    remains = [made.for_layer(layer, 32).keeps_of_prompt(100_000, 10**6) for layer in range(32)]
     assert (remains[0], remains[31]) == (991, 61)
-    assert made.for_layer(0, 32).remains(600) == made.for_layer(31, 32).remains(600) == 512
-    assert made.for_layer(0, 32).remains(1008) == 991  # 2 * 504: no longer short
-    assert made.for_layer(0, 32).remains(1007) == 512
+    assert made.for_layer(0, 32).keeps_of_prompt(600, 10**6) == made.for_layer(31, 32).keeps_of_prompt(600, 10**6) == 512
+    assert made.for_layer(0, 32).keeps_of_prompt(1008, 10**6) == 991  # 2 * 504: no longer short
+    assert made.for_layer(0, 32).keeps_of_prompt(1007, 10**6) == 512
     # A prompt of 960 has no 968 positions for the first layer: it is left whole, what is missing goes to the last.
     wide = policies.make("pyramidkv_prefill", budget=512, recent_window=32)
-    assert [wide.for_layer(layer, 32).remains(960) for layer in (0, 31)] == [960, 92]
-    assert [wide.for_layer(layer, 32).remains(10_000) for layer in (0, 31)] == [968, 69]
+    assert [wide.for_layer(layer, 32).keeps_of_prompt(960, 10**6) for layer in (0, 31)] == [960, 92]
+    assert [wide.for_layer(layer, 32).keeps_of_prompt(10_000, 10**6) for layer in (0, 31)] == [968, 69]
     slope = policies.make("tova", budget=512, layer_budgets="slope:20")
-    assert [slope.for_layer(layer, 32).effective_budget for layer in (0, 31)] == [999, 38]
+    assert [slope.for_layer(layer, 32).layer_budget for layer in (0, 31)] == [999, 38]
 
 
 def test_scissorhands_paper(smollm2, maps) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from models import forward, tiny, tokens
+from support.models import forward, tiny, tokens
 
 import tova
-from tova import EvictingCache, band, policies, products
+from tova import EvictingCache, closed_forms, policies
+from tova.backends import threaded
 from tova.compat import cache_argument
 from tova.measures import AttentionMeasures, token_nll
 from tova.replay import Attention
-from tova.scan import reference
 from tova.threads import team
 
 
@@ -34,7 +34,7 @@ def counted(monkeypatch, module, name: str) -> list[int]:
 @pytest.mark.parametrize(("policy", "options"), [("window", {}), ("streaming_llm", {}), ("window", dict(sinks=7))])
 def test_the_band(monkeypatch, policy: str, options: dict, per_head: bool) -> None:
     """Window and sinks in closed form are the window and sinks taken step by step, fed in any pieces."""
-    calls = counted(monkeypatch, band, "attend")
+    calls = counted(monkeypatch, closed_forms, "band_attention")
     model, ids = tiny("llama"), tokens(2, 290)
     made = policies.make(policy, budget=20, per_head=per_head, **options)
     expected = EvictingCache(made, scan="reference", observers=[AttentionMeasures()])
@@ -63,14 +63,14 @@ def test_the_band(monkeypatch, policy: str, options: dict, per_head: bool) -> No
     ],
 )
 def test_where_there_is_no_closed_form(monkeypatch, name: str, policy: str, options: dict) -> None:
-    calls = counted(monkeypatch, band, "attend")
+    calls = counted(monkeypatch, closed_forms, "band_attention")
     forward(tiny(name), tokens(2, 60), EvictingCache(policies.make(policy, budget=12), **options))
     assert calls == [0]
 
 
 def test_after_a_prompt_at_once(monkeypatch) -> None:
     """What is left is what the rule would have left, so the closed form goes on from there."""
-    calls = counted(monkeypatch, band, "attend")
+    calls = counted(monkeypatch, closed_forms, "band_attention")
     model, ids = tiny("llama"), tokens(2, 90)
     found = []
     for scan in ("reference", "auto"):
@@ -94,7 +94,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize(("policy", "options"), [("tova", {}), ("h2o_half", {"per_head": True}), ("snapkv", {})])
 def test_threads_share_a_chunk(monkeypatch, threads, policy: str, options: dict, batch: int) -> None:
     """Products, and the rows of a batch, are shared among a team; the numbers are those of one thread."""
-    calls = counted(monkeypatch, products.Shared, "mix")
+    calls = counted(monkeypatch, threaded.ThreadsBackend, "mix_weights")
     model, ids = tiny("llama"), tokens(batch, 200)
     made = policies.make(policy, budget=40, **options)
     found = []
@@ -132,7 +132,7 @@ def test_products_of_a_team(threads, count: int, softcap: float | None, dtype: t
     attention = Attention(0.3, softcap)
     expected, out = [], []
     with team() as together:
-        shared = products.Shared(attention, reference.scan, together, overlap=overlap)
+        shared = threaded.ThreadsBackend(attention, together, overlap=overlap)
         for chunk, candidates in enumerate((5, 9, 12, 12, 12, 7)):
             steps = 5 if chunk < 5 else 2
             query, key, value = (
@@ -148,7 +148,7 @@ def test_products_of_a_team(threads, count: int, softcap: float | None, dtype: t
             sums = weights.sum(-1, keepdim=True)
             expected.append(exact.softmax(-1) @ value.double().repeat_interleave(3, 1))
             out.append(torch.full((2, 6, steps, 8), float("nan"), dtype=dtype))
-            shared.mix(weights, sums, value, out[-1])
+            shared.mix_weights(weights, sums, value, out[-1])
         shared.finish()
     for one, other in zip(out, expected, strict=True):
         assert (one.double() - other).abs().max() < close

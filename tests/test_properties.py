@@ -6,7 +6,10 @@ import random
 
 import pytest
 import torch
-from oracle import PER_HEAD, Row, Rule
+from support.layers import qkv
+from support.models import not_padding
+from support.oracle import PER_HEAD, Row, Rule
+from support.policies import options_of
 
 from tova import policies
 from tova.replay import NEVER, Attention, LayerState, replay
@@ -24,11 +27,12 @@ def draw(rng: random.Random) -> dict:
     policy = rng.choice(POLICIES)
     budget = rng.randint(4, 20)
     options: dict = {}
-    if policy in ("h2o", "scissorhands", "snapkv"):
-        options["recent_window"] = rng.randint(1, budget - 2)
-    if policy == "scissorhands_paper":
-        options |= dict(recent_window=rng.randint(1, budget // 2), history=rng.randint(1, 12))
-    if policy == "snapkv":
+    wanted = options_of(policy)
+    if "recent_window" in wanted:
+        options["recent_window"] = rng.randint(1, budget // 2 if "history" in wanted else budget - 2)
+    if "history" in wanted:
+        options["history"] = rng.randint(1, 12)
+    if "obs_window" in wanted:
         options |= dict(obs_window=rng.randint(1, 6), pool_kernel=rng.choice([1, 3, 5]))
     if policy == "streaming_llm" or (policy == "tova" and rng.random() < 0.7):
         options["sinks"] = rng.randint(0, 3)
@@ -113,10 +117,8 @@ def check(case: dict) -> int:
     """Run a case; returns 1 if it ended at a near-tie, else 0."""
     generator = torch.Generator().manual_seed(case["seed"])
 
-    def normal(heads: int) -> torch.Tensor:
-        return torch.randn(case["batch"], heads, case["tokens"], case["size"], generator=generator) * 1.5
-
-    q, k, v = normal(case["heads"]), normal(case["kv_heads"]), normal(case["kv_heads"])
+    shape = case["batch"], (case["heads"], case["kv_heads"]), case["tokens"], case["size"]
+    q, k, v = qkv(*shape, scales=(1.5, 1.5, 1.5), seed=generator)
     sinks = torch.randn(case["heads"], generator=generator) if case["sinks"] else None
     expected, log, rows = naive(case, q, k, v, sinks)
     policy = policies.make(case["policy"], budget=case["budget"], **case["options"])
@@ -124,7 +126,7 @@ def check(case: dict) -> int:
     state = LayerState.empty(policy, k, v, case["kv_heads"] if policy.per_head else 1, log=True)
     scan = select(case["scan"], policy, q.device, q.dtype)
     torch.set_num_threads(case["threads"])
-    real = torch.arange(case["tokens"]) >= torch.tensor(case["padding"]).unsqueeze(1)
+    real = not_padding(case["padding"], case["tokens"])
     out = []
     begin = 0
     for end in case["cuts"][1:]:
@@ -135,7 +137,7 @@ def check(case: dict) -> int:
             out.append(
                 replay(
                     q[:, :, a:z], k[:, :, a:z], v[:, :, a:z], state, policy, attention, scan=scan,
-                    real=None if columns.all() else columns, every=case["every"], chunk=case["chunk"],
+                    not_padding=None if columns.all() else columns, evict_every=case["every"], chunk=case["chunk"],
                 )
             )  # fmt: skip
         begin = end

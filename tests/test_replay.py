@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import TINY, forward, tiny, tokens
-from oracle import PhysicalCache, compare, decode
+from support.models import TINY, forward, not_padding, tiny, tokens
+from support.oracle import PhysicalCache, compare, decode
+from support.policies import options_of, small
 
 import tova
 from tova import EvictingCache, policies
@@ -13,31 +14,15 @@ from tova.compat import cache_argument
 from tova.measures import token_nll
 from tova.scan import cpu
 
-POLICIES = {
-    "window": {},
-    "streaming_llm": {},
-    "h2o": dict(recent_window=8),
-    "h2o_half": {},
-    "scissorhands": dict(recent_window=8),
-    "snapkv": dict(recent_window=8),
-    "pyramidkv": dict(recent_window=4),
-    "tova": {},
-}
-OTHERS = {
-    "full": {},
-    "scissorhands_paper": dict(recent_window=8, history=50),
-    "snapkv_prefill": dict(recent_window=8),
-    "pyramidkv_prefill": dict(recent_window=8, beta=4),
-}
-TOKENS = 110
+POLICIES = ("window", "streaming_llm", "h2o", "h2o_half", "scissorhands", "snapkv", "pyramidkv", "tova")
+BUDGET, TOKENS = 24, 110
 
 
 def make(policy: str, model):
-    """With parameters that suit a budget of 24; skipped where the model refuses the policy (see test_matrix)."""
+    """As a small test runs it; skipped where the model refuses the policy (see test_matrix)."""
     if policy == "streaming_llm_reindexed" and getattr(model.config, "sliding_window", None):
         pytest.skip("positions inside the cache need layers without windows")
-    options = (POLICIES | OTHERS).get(policy, {})
-    return policies.make(policy, **options) if policy == "full" else policies.make(policy, budget=24, **options)
+    return small(policy, BUDGET)
 
 
 @pytest.fixture(scope="module", params=TINY)
@@ -51,15 +36,15 @@ def test_replay_is_physical_decode(model, policy: str, scan: str) -> None:
     """Two rows, one of them left-padded; chunks that do not divide the text."""
     padding = [0, 23]
     ids = tokens()
-    physical = PhysicalCache(policy, 24, padding, **POLICIES[policy])
+    physical = PhysicalCache(policy, BUDGET, padding, **options_of(policy))
     expected = decode(model, ids, physical)
-    cache = EvictingCache(policies.make(policy, budget=24, **POLICIES[policy]), scan=scan, chunk=17)
+    cache = EvictingCache(small(policy, BUDGET), scan=scan, chunk=17)
     logits = forward(model, ids, cache, padding)
     verdict = compare(cache.evicted_at, physical)
     print(f"{policy}: {verdict}")
     assert not verdict.unexcused, verdict.unexcused
     if not verdict.different:
-        real = torch.arange(TOKENS) >= torch.tensor(padding).unsqueeze(1)
+        real = not_padding(padding, TOKENS)
         assert (logits - expected)[real].abs().max() < 1e-3
 
 
@@ -112,7 +97,7 @@ def test_token_by_token_with_fixed_slots_is_the_same(model, policy: str) -> None
 
 def test_an_unbounded_budget_is_the_models_own_attention(model) -> None:
     ids, padding = tokens(seed=4), [0, 7]
-    real = torch.arange(TOKENS) >= torch.tensor(padding).unsqueeze(1)
+    real = not_padding(padding, TOKENS)
     model.set_attn_implementation("eager")
     mask = real.long()
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
@@ -131,7 +116,7 @@ def test_an_unbounded_budget_is_the_models_own_attention(model) -> None:
 def test_evicting_at_intervals(model, policy: str, every: int) -> None:
     """The cache grows past the budget and is cut back at once, however the text is fed and scanned."""
     ids = tokens(seed=5)
-    made = policies.make(policy, budget=20, **POLICIES[policy])
+    made = small(policy, 20)
     runs = []
     for scan, chunk, split in (("reference", 110, 110), ("cpu", 13, 110), ("reference", 16, 60)):
         cache = EvictingCache(made, evict_every=every, scan=scan, chunk=chunk)

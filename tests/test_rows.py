@@ -6,11 +6,11 @@ import contextlib
 
 import pytest
 import torch
-from models import forward, tiny, tokens
+from support.models import forward, tiny, tokens
 
 from tova import EvictingCache, UsageError, policies
 from tova.measures import AttentionMeasures, token_nll
-from tova.rows import SideBySide
+from tova.side_by_side import SideBySide
 
 
 def caches(**options) -> list[EvictingCache]:

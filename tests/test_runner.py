@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import time
@@ -15,42 +14,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.commands import PAGE, TINY, command
+from support.published import BUDGETS, PUBLISHED
+from support.results import left_behind, offline_runs
 
 import experiments
-from experiments import run as entry
 from experiments.store import CellFolder, find_sweep
 from tova.compat import cache_argument
-
-TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 12
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """An empty working directory with two texts."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text(TEXT)
-    (tmp_path / "texts" / "b.txt").write_text(TEXT[::-1])
-    return tmp_path
-
-
-def command(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of ``python -m experiments.run``."""
-    monkeypatch.setattr(sys, "argv", ["experiments.run", *words])
-    code = 0
-    try:
-        entry.main()
-    except SystemExit as e:
-        code = int(e.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-TINY = ["model=random_llama", "dataset=text", "dataset.path=texts", "dataset.tokens=120", "tracking.mode=disabled"]
-
-
-def left_behind(place: Path) -> list[str]:
-    return sorted(str(p.relative_to(place)) for p in place.rglob("*") if "texts" not in p.parts)
 
 
 def test_one_cell(place, monkeypatch, capsys) -> None:
@@ -89,7 +59,7 @@ def test_figures_of_a_cell_are_those_of_the_library(place, monkeypatch, capsys) 
     summary, rows = folder.summary(), folder.rows()
     loaded = RandomLlama().load("cpu")
     losses, full, masses, hits, possible = [], [], [], np.zeros(2), np.zeros(2)
-    for row, text in zip(rows, (TEXT, TEXT[::-1]), strict=True):
+    for row, text in zip(rows, (PAGE, PAGE[::-1]), strict=True):
         ids = torch.tensor([loaded.tokenizer(text)["input_ids"][:120]])
         measures = AttentionMeasures()
         cache = EvictingCache(policies.make("h2o_half", budget=30), observers=[measures])
@@ -239,7 +209,7 @@ def test_prompts_at_once_and_intervals(place, monkeypatch, capsys) -> None:
 
     loaded = RandomLlama().load("cpu")
     name = cache_argument(loaded.model)
-    ids = torch.tensor([loaded.tokenizer(TEXT)["input_ids"][:120]])
+    ids = torch.tensor([loaded.tokenizer(PAGE)["input_ids"][:120]])
     cache = tova.EvictingCache(tova.policies.make("tova", budget=40), prefill="one_shot")
     with torch.inference_mode():
         logits = [loaded.model(input_ids=ids[:, :60], use_cache=True, **{name: cache}).logits]
@@ -263,8 +233,6 @@ def test_measures_can_be_switched_off(place, monkeypatch, capsys) -> None:
 
 def test_canonical_trace_experiment(place, monkeypatch, capsys) -> None:
     """21 rows, figure for figure those the trace's own tests pin."""
-    from test_trace import BUDGETS, PUBLISHED
-
     code, out, err = command(monkeypatch, capsys, "experiment=canonical_trace", "tracking.mode=disabled")
     assert code == 0, err
     frame = experiments.frame("canonical_trace")
@@ -416,7 +384,7 @@ def test_losses_that_are_not_finite_are_shown(place, monkeypatch, capsys, spoilt
         logits[:, 49:60] = float("nan")
         logits[:, 70] = float("-inf")
 
-    spoilt(TEXT[::-1][0], change)
+    spoilt(PAGE[::-1][0], change)
     words = ["-m", *TINY, "policy=full,tova,window", "budget=16,32"]
     for together in ("task.together=1", "task.together=4"):
         code, out, err = command(monkeypatch, capsys, *words, together)
@@ -489,48 +457,6 @@ def test_tables_of_figures_that_are_partly_not_finite() -> None:
     assert png(figure(frame.assign(perplexity=nan, tokens_not_finite=1)))
     earlier = frame.drop(columns="tokens_not_finite")
     assert "| tova |  | **8.000** |  |" in markdown(earlier)
-
-
-def offline_runs(folder: Path) -> list[dict]:
-    """What the logs of offline W&B runs say: LevelDB-style blocks of protobuf records."""
-    from wandb.proto import wandb_internal_pb2
-
-    runs = []
-    for path in sorted(folder.glob("offline-run-*/*.wandb")):
-        data = path.read_bytes()
-        assert data[:4] == b":W&B"
-        run: dict = {"history": [], "config": {}, "summary": {}, "exit": None}
-        position, pending = 7, b""
-        while position + 7 <= len(data):
-            if (left := 32768 - position % 32768) < 7:
-                position += left
-                continue
-            _, size, kind = struct.unpack("<IHB", data[position : position + 7])
-            if (size, kind) == (0, 0):
-                break
-            pending += data[position + 7 : position + 7 + size]
-            position += 7 + size
-            if kind in (2, 3):  # first or middle piece of a record
-                continue
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(pending)
-            pending = b""
-            kind_of = record.WhichOneof("record_type")
-            if kind_of == "run":
-                run |= {"group": record.run.run_group, "name": record.run.display_name, "project": record.run.project}
-                run["config"] |= {i.key: json.loads(i.value_json) for i in record.run.config.update}
-            elif kind_of == "config":
-                run["config"] |= {i.key: json.loads(i.value_json) for i in record.config.update}
-            elif kind_of == "history":
-                items = record.history.item
-                run["history"].append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items})
-            elif kind_of == "summary":
-                items = record.summary.update
-                run["summary"] |= {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
-            elif kind_of == "exit":
-                run["exit"] = record.exit.exit_code
-        runs.append(run)
-    return runs
 
 
 def test_tracking_offline_holds_the_same_numbers(place, monkeypatch, capsys) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from commands import SMALL, finish, start, texts, until
+from support.commands import SMALL, finish, start, texts, until
+from support.results import assert_same, cell, frames
 
 import experiments
 from experiments import claims
-from experiments.store import CellFolder, same_figures
+from experiments.store import CellFolder
 
 # -- claims --------------------------------------------------------------------------------------------------
 
@@ -135,19 +136,6 @@ def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path, monkeypatch, li
 
 
 # -- several sweeps at once ----------------------------------------------------------------------------------
-
-
-def frames(place: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
-    root = place / "results/runs"
-    return experiments.frame(root=root), experiments.documents(root=root)
-
-
-def assert_same(a: pd.DataFrame, b: pd.DataFrame) -> None:
-    """Bit for bit, times and where it was measured apart."""
-    assert len(a) == len(b)
-    times = ("wall_seconds", "git", "device_name")
-    for x, y in zip(a.to_dict("records"), b.to_dict("records"), strict=True):
-        assert same_figures(x, y, times) == [], x["cell"]
 
 
 GRID = ("-m", *SMALL, "policy=tova,h2o_half", "budget=16,24,32,48")
@@ -298,8 +286,6 @@ def test_what_is_ignored_stays_ignored(tmp_path) -> None:
 
 def test_a_claim_that_was_lost_takes_no_folder_with_it(tmp_path, monkeypatch) -> None:
     """Another process took a sleeping owner for dead and began anew: what it has begun is not removed under it."""
-    from test_address import cell
-
     from experiments.progress import Progress
     from experiments.runner import Runner
     from experiments.tracking import Tracking

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.policies import small
+from support.published import BUDGETS, PUBLISHED
 
 from tova import UsageError, policies
 from tova.simulation import NEVER, Oracle, bound_topk, simulate
 from tova.trace import Trace, Xoshiro128, canonical_trace
-
-# Per policy, at budgets 256, 512 and 1024: mean retained mass and heavy-hitter recall over all 4,095 steps.
-PUBLISHED = {
-    "tova": ((0.778128, 0.882339), (0.824012, 0.909793), (0.885888, 0.937247)),
-    "h2o": ((0.643895, 0.886261), (0.714859, 0.913715), (0.784413, 0.945091)),
-    "scissorhands": ((0.641318, 0.882339), (0.711377, 0.906047), (0.784746, 0.945091)),
-    "snapkv": ((0.783378, 0.890183), (0.821190, 0.901949), (0.888049, 0.941169)),
-    "pyramidkv": ((0.783378, 0.890183), (0.821190, 0.901949), (0.888049, 0.941169)),
-    "streaming_llm": ((0.736691, 0.859419), (0.786153, 0.883480), (0.866203, 0.927572)),
-    "window": ((0.596637, 0.742171), (0.655518, 0.774107), (0.754149, 0.833734)),
-}
-BUDGETS = (256, 512, 1024)
 
 # IEEE 754 bit patterns of the first ten steps.
 FIRST_STEPS = """
@@ -146,7 +136,7 @@ def test_compiled_simulation_decides_like_the_running_policy(policy: str) -> Non
     """Every decision and figure, on another trace and at budgets small enough to press."""
     trace = canonical_trace(seed=11, tokens=900)
     for budget in (40, 150):
-        made = policies.make(policy) if policy == "full" else policies.make(policy, budget=budget)
+        made = small(policy, budget)
         compiled = simulate(made, trace, engine="compiled")
         running = simulate(made, trace, engine="running")
         assert (compiled.evicted_at == running.evicted_at).all()
@@ -254,8 +244,7 @@ def test_a_trace_is_of_finite_weights_one_for_each_position() -> None:
 
 def test_a_step_that_is_not_finite_is_one_without_information() -> None:
     for name in ("tova", "h2o", "scissorhands", "snapkv"):
-        kept = dict(budget=4) | ({} if name == "tova" else dict(recent_window=2))
-        one, other = policies.make(name, **kept).start(), policies.make(name, **kept).start()
+        one, other = small(name, 6).start(), small(name, 6).start()
         for step in range(1, 5):
             row = [1 / step] * step
             one.on_decode_step(step, None if step == 3 else row)

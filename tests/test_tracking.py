@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import SMALL, finish, start, texts, until
-from test_runner import TINY, command, offline_runs, place  # noqa: F401
+from support.commands import SMALL, TINY, command, finish, start, texts, until
+from support.results import offline_runs
 
 import experiments
 from experiments import sync, tracking
@@ -18,7 +18,7 @@ from experiments.store import find_sweep
 OFFLINE = [word for word in TINY if not word.startswith("tracking")]
 
 
-def runs_of(place: Path) -> list[dict]:  # noqa: F811
+def runs_of(place: Path) -> list[dict]:
     """The offline runs, once W&B's own process has written them to the end."""
     for _ in range(40):
         runs = offline_runs(place / "results/runs/wandb")
@@ -47,7 +47,7 @@ def test_one_run_a_cell_however_often_it_was_killed(tmp_path) -> None:
     assert [run["exit"] for run in runs] == [0] * 3
 
 
-def test_a_sweep_s_group_is_complete(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_a_sweep_s_group_is_complete(place, monkeypatch, capsys) -> None:
     """Cells that an earlier sweep has measured are among the new one's runs, with all their documents, once."""
     command(monkeypatch, capsys, "-m", *OFFLINE, "policy=tova", "budget=16")
     first = find_sweep().id
@@ -63,7 +63,7 @@ def test_a_sweep_s_group_is_complete(place, monkeypatch, capsys) -> None:  # noq
     assert [len(run["history"]) for run in runs] == [2] * 5
 
 
-def test_what_a_run_says(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_what_a_run_says(place, monkeypatch, capsys) -> None:
     """Names instead of class paths; the summary is the cell's, and holds no document's figures."""
     command(monkeypatch, capsys, "-m", *OFFLINE, "policy=tova", "budget=16", "policy.sinks=2")
     runs = {run["name"]: run for run in runs_of(place)}
@@ -78,7 +78,7 @@ def test_what_a_run_says(place, monkeypatch, capsys) -> None:  # noqa: F811
     assert not [name for name in run["summary"] if name.startswith("document/")]
 
 
-def test_online_without_a_network_is_said_at_once(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_online_without_a_network_is_said_at_once(place, monkeypatch, capsys) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     began = time.monotonic()
     code, _, err = command(monkeypatch, capsys, "-m", *OFFLINE, "policy=tova", "budget=16", "tracking.mode=online")
@@ -89,7 +89,7 @@ def test_online_without_a_network_is_said_at_once(place, monkeypatch, capsys) ->
     assert not (place / "results").exists()
 
 
-def test_a_dashboard_that_breaks_stops_no_sweep(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_a_dashboard_that_breaks_stops_no_sweep(place, monkeypatch, capsys) -> None:
     import wandb
 
     def init(**settings):

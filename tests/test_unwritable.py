@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tova.scan import compile as compiling
+from tova.kernels import compile as compiling
 
 ROOT = Path(compiling.__file__).parents[2]
 # A scan, a decoded token and a simulation; then where the scan's compiled form is kept.

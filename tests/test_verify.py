@@ -8,14 +8,15 @@ import re
 
 import numpy as np
 import pytest
-from test_runner import TINY, command, left_behind, place  # noqa: F401
+from support.commands import TINY, command
+from support.results import left_behind
 
 import experiments
 from experiments import verify
 from experiments.store import CellFolder, find_sweep
 
 
-def test_what_is_stored_is_what_comes_out(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_what_is_stored_is_what_comes_out(place, monkeypatch, capsys) -> None:
     command(monkeypatch, capsys, "-m", *TINY, "policy=tova,snapkv", "budget=40")
     assert verify.main(["--cells", "9"]) == 0
     out = capsys.readouterr().out
@@ -25,7 +26,7 @@ def test_what_is_stored_is_what_comes_out(place, monkeypatch, capsys) -> None:  
     assert len(set.union(*chosen)) > 1  # by chance, not always the first
 
 
-def test_another_figure_is_found_and_named(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_another_figure_is_found_and_named(place, monkeypatch, capsys) -> None:
     command(monkeypatch, capsys, *TINY, "policy=full")
     (cell,) = experiments.frame()["cell"]
     folder = CellFolder(place / "results/runs", cell)
@@ -52,7 +53,7 @@ def test_another_figure_is_found_and_named(place, monkeypatch, capsys) -> None: 
     assert "per token by 2.5e-01 at most" in capsys.readouterr().out
 
 
-def test_what_cannot_be_measured_again_is_said(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_what_cannot_be_measured_again_is_said(place, monkeypatch, capsys) -> None:
     command(monkeypatch, capsys, *TINY, "policy=full")
     (place / "texts" / "a.txt").write_text("quite another text, " * 20)
     assert verify.main([]) == 1
@@ -65,7 +66,7 @@ def test_what_cannot_be_measured_again_is_said(place, monkeypatch, capsys) -> No
 # -- plans -----------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_runs_nothing(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_a_plan_runs_nothing(place, monkeypatch, capsys) -> None:
     words = ["-m", *TINY, "policy=tova,h2o_half", "budget=16,32", "model.dtype=float32,bfloat16"]
     code, out, err = command(monkeypatch, capsys, "--plan", *words)
     assert code == 0, err
@@ -84,7 +85,7 @@ def test_a_plan_runs_nothing(place, monkeypatch, capsys) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_sweep_of_days(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_the_plan_of_a_sweep_of_days(place, monkeypatch, capsys) -> None:
     """Ten policies, seven budgets, three models, two datasets: within the time of composing it."""
     policies = "tova,h2o,h2o_half,scissorhands,snapkv,pyramidkv,streaming_llm,window,random,l2norm"
     words = ["-m", f"policy={policies}", "budget=64,128,256,512,1024,2048,0.125", "model.layers=1,2,3"]
@@ -104,7 +105,7 @@ def typed(out: str) -> str:
 
 
 @pytest.mark.parametrize("words", [["policy=tova", "budget=16"], ["-m", "policy=tova", "budget=16,24"]])
-def test_the_printed_call_gives_the_frame(place, monkeypatch, capsys, words) -> None:  # noqa: F811
+def test_the_printed_call_gives_the_frame(place, monkeypatch, capsys, words) -> None:
     """With results where they are by default and elsewhere; from here, and from a notebook's folder."""
     for where in ([], [f"results_dir={place / 'else where'}"]):
         code, out, err = command(monkeypatch, capsys, *words[:1], *TINY, *words[1:], *where)
@@ -118,14 +119,14 @@ def test_the_printed_call_gives_the_frame(place, monkeypatch, capsys, words) -> 
         os.chdir(place)
 
 
-def test_the_latest_sweep_is_the_latest_run(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_the_latest_sweep_is_the_latest_run(place, monkeypatch, capsys) -> None:
     """One single cell is a sweep as well: frame() gave an older one, or nothing."""
     command(monkeypatch, capsys, "-m", *TINY, "policy=tova", "budget=16,32")
     command(monkeypatch, capsys, *TINY, "policy=window", "budget=16")
     assert experiments.frame()["policy"].tolist() == ["full", "window"]
 
 
-def test_an_experiment_that_was_changed_does_not_pass_for_it(place, monkeypatch, capsys) -> None:  # noqa: F811
+def test_an_experiment_that_was_changed_does_not_pass_for_it(place, monkeypatch, capsys) -> None:
     small = ["task.tokens=200", "tracking.mode=disabled"]
     code, _, err = command(monkeypatch, capsys, "experiment=canonical_trace", *small, "budget=64")
     assert code == 0, err

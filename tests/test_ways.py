@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from models import build, forward, tiny, tokens
+from support.models import build, forward, not_padding, tiny, tokens
+from support.policies import small
 from transformers import AttentionInterface, DynamicCache
 from transformers.generation import configuration_utils
 from transformers.masking_utils import causal_mask_function, or_masks, sliding_window_overlay
@@ -24,7 +25,7 @@ from tova import EvictingCache, UsageError, compat, policies
 from tova.compat import cache_argument
 from tova.masks import LazyMask, MaskRule, is_known, mask_maker
 from tova.measures import AttentionMeasures, token_nll
-from tova.rows import SideBySide
+from tova.side_by_side import SideBySide
 
 SMALL = dict(
     vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -33,8 +34,7 @@ SMALL = dict(
 
 
 def make(policy: str = "tova", **options) -> EvictingCache:
-    made = policies.make(policy) if policy == "full" else policies.make(policy, **({"budget": 12} | options))
-    return EvictingCache(made)
+    return EvictingCache(small(policy, **options))
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +271,7 @@ def test_masks_that_a_model_copies(mistral, how: str) -> None:
     hooks = [layer.self_attn.register_forward_pre_hook(copying, with_kwargs=True) for layer in mistral.model.layers]
     try:
         found = forward(mistral, ids, copied, padding)
-        left = torch.arange(60) >= torch.tensor(padding).unsqueeze(1)
+        left = not_padding(padding, 60)
         assert (found - expected)[left].abs().max() < 1e-5
         assert torch.equal(whole.evicted_at, copied.evicted_at)
         mask = left.long()
@@ -710,11 +710,10 @@ MODES = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "gradients
 @pytest.mark.parametrize("more", [1, 5])
 def test_a_prompt_in_one_mode_and_the_rest_in_another(llama, policy: str, then: str, prompt: int, more: int) -> None:
     ids = tokens(1, 80)
-    options = dict(recent_window=4) if policy in ("snapkv",) else {}
     argument = cache_argument(llama)
 
     def run(first: str, second: str) -> EvictingCache:
-        cache = make(policy, **options)
+        cache = make(policy)
         with MODES[first]():
             llama(input_ids=ids[:, :prompt], use_cache=True, **{argument: cache})
         with MODES[second]():

@@ -226,11 +226,12 @@ class LayerState:
         if self.log is not None:
             self.log.write(self.columns, step, where)
 
-    def open_slot(self, policy: Policy, capacity: int) -> int:
-        """A free slot in every row, among the first so many, which is returned; ``capacity`` is the most ever needed.
+    def open_slot(self, policy: Policy, schedule: Schedule) -> int:
+        """See to a free slot in every row; returns how many of the first slots have one and all that is held.
 
         Where there is none, all there will ever be is made at once, or, where that is a lot, an eighth more.
         """
+        capacity = NEVER if policy.uneven else schedule.evict_at
         self.used += self.most == self.used
         size = self.slots.held.shape[1]
         if self.used > size:

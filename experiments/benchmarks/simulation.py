@@ -83,11 +83,11 @@ class BenchSimulation(Benchmark):
         context.advance(len(passes))
         found: list[Row] = []
         for done, (name, policy) in enumerate(made.items(), start=1):
-            speeds: Row = {"policy": name, "compiled": None, "running": None}
+            speeds: Row = {"policy": name, "compiled": None, "stepwise": None}
             if name in timed:
                 speeds["compiled"] = len(trace) / statistics.median(timed[name])
             if self.running or name not in timed:
-                speeds["running"] = len(trace) / _seconds(policy, trace, "running")
+                speeds["stepwise"] = len(trace) / _seconds(policy, trace, "stepwise")
             found.append(speeds)
             context.advance(len(passes) + done)
         row = {
@@ -106,15 +106,15 @@ class BenchSimulation(Benchmark):
         """Steps per second, a row per policy."""
 
         def figures(row: Row) -> list[str]:
-            compiled, running = row["compiled"], row["running"]
-            times = f"{compiled / running:,.0f}" if compiled and running else ""
-            return [row["policy"], *(f"{n:,.0f}" if n else "" for n in (compiled, running)), times]
+            compiled, stepwise = row["compiled"], row["stepwise"]
+            times = f"{compiled / stepwise:,.0f}" if compiled and stepwise else ""
+            return [row["policy"], *(f"{n:,.0f}" if n else "" for n in (compiled, stepwise)), times]
 
         lines = [
             f"Steps per second at budget {summary['budget']} on {summary['tokens']:,} tokens "
-            f"(compiled: median of {summary['repetitions']}; running: once); {summary['machine']}",
+            f"(compiled: median of {summary['repetitions']}; stepwise: once); {summary['machine']}",
             "",
-            *table(["policy", "compiled", "running", "times faster"], map(figures, summary["steps_per_second"])),
+            *table(["policy", "compiled", "stepwise", "times faster"], map(figures, summary["steps_per_second"])),
             "",
             f"The table of {len(TABLE) * len(TABLE_BUDGETS)} rows, generation included: "
             f"{summary['table_seconds']:.2f} s.",
@@ -126,7 +126,7 @@ class BenchSimulation(Benchmark):
         rows = summary["steps_per_second"]
         places = np.arange(len(rows))
         with drawn(summary["machine"], y=f"steps per second at budget {summary['budget']}") as (figure, axes):
-            for engine, colour, shift in (("compiled", "#D55E00", -0.2), ("running", "#0072B2", 0.2)):
+            for engine, colour, shift in (("compiled", "#D55E00", -0.2), ("stepwise", "#0072B2", 0.2)):
                 heights = [row[engine] or np.nan for row in rows]
                 if not np.isnan(heights).all():
                     axes.bar(places + shift, heights, 0.4, color=colour, label=engine)

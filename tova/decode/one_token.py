@@ -19,7 +19,7 @@ def decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: C
     """
     if not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
         call = call.watched(state, 1, first=state.ordered)
-    used = state.open_slot(call.policy, call.schedule.evict_at)
+    used = state.open_slot(call.policy, call.schedule)
     if call.visibility is not None:
         _expire(state, call)
     if not call.one_shot and _on_gpu(scan, call, query, value, used):

@@ -47,6 +47,7 @@ def step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: Cal
     row, known = slots.positions.new_zeros(slots.held.shape, dtype=torch.float32), None
     if policy.reads_attention:
         combined = policy.combine(HeadWeights(weights, logits, sink_logits, query.dtype))
+        combined = combined if seen is None else combined.masked_fill(~seen, 0.0)
         combined, known = known_rows(combined, ask=False)
         row = torch.nn.functional.pad(combined, (0, slots.held.shape[1] - used))
     dropped = take_step(

@@ -14,7 +14,7 @@ from tova.policies.l2norm import L2Norm
 from tova.policies.pyramidkv import PyramidKV
 from tova.policies.random import Random
 from tova.policies.scissorhands import Scissorhands, ScissorhandsPaper
-from tova.policies.slots import Slots, Tokens
+from tova.policies.slots import HeadWeights, Slots, Tokens
 from tova.policies.snapkv import SnapKV
 from tova.policies.snapkv_prefill import PyramidKVPrefill, SnapKVPrefill
 from tova.policies.stepwise import StepwisePolicy
@@ -31,6 +31,7 @@ __all__ = [
     "H2OHalf",
     "H2OHead",
     "H2OMasked",
+    "HeadWeights",
     "L2Norm",
     "Policy",
     "PyramidKV",

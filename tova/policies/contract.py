@@ -77,10 +77,11 @@ class Watched:
     def features(self, tokens: Tokens) -> dict[str, Tensor]:
         found = ask(self._policy, "features", None, tokens)
         for name, value in self._mapping("features", found).items():
-            if not isinstance(value, Tensor) or value.shape != tokens.key.shape[:3] or value.is_complex():
+            right = isinstance(value, Tensor) and value.ndim in (3, 4) and value.shape[:3] == tokens.key.shape[:3]
+            if not right or value.is_complex():
                 raise self._wrong(
-                    f"features returned {name!r}, which must be [rows, heads, tokens] = {[*tokens.key.shape[:3]]}, as "
-                    f"{_what(value)}"
+                    f"features returned {name!r}, which must be [rows, heads, tokens] = {[*tokens.key.shape[:3]]}, or "
+                    f"have numbers per token behind that, as {_what(value)}"
                 )
         return found
 
@@ -133,7 +134,8 @@ class Watched:
         if self._policy.reads_attention:
             out = slots.observed < slots.newest + 1 - self._first
         for feature in slots.features.values():
-            out = out | (slots.held & ~feature.isfinite()).any(-1, keepdim=True)
+            known = feature.isfinite().view(*slots.held.shape, -1).all(-1)
+            out = out | (slots.held & ~known).any(-1, keepdim=True)
         return out
 
     def _asked(self, function: str, step: int, slots: Slots, *more: Tensor) -> Any:

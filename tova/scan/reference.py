@@ -28,7 +28,7 @@ def decide(policy: Policy, chunk: Chunk) -> Decision:
         seen = (slots.positions >= 0) & (index <= newcomer) if policy.sees_dropped else slots.held | joins
         logits = chunk.logits[:, :, i].masked_fill(~seen.unsqueeze(1), float("-inf"))
         heads = HeadWeights(softmax(logits, chunk.sink_logits), logits, chunk.sink_logits, chunk.dtype)
-        row, known = known_rows(policy.combine(heads))
+        row, known = known_rows(policy.combine(heads).masked_fill(~seen, 0.0))
         position = slots.positions[:, newcomer : newcomer + 1]
         dropped = take_step(policy, slots, newcomer, position, row, chunk.schedule, active=active, known=known)
         last = torch.where(joins, steps, last)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import transformers
 
@@ -111,10 +113,15 @@ def tokens(batch: int = 2, length: int = 110, seed: int = 1) -> torch.Tensor:
     return torch.stack([torch.randperm(297, generator=generator)[:length] + 3 for _ in range(batch)])
 
 
+def not_padding(padding: Sequence[int], columns: int) -> torch.Tensor:
+    """bool [B, columns]: left padding given as columns per row."""
+    return torch.arange(columns) >= torch.tensor(padding).unsqueeze(1)
+
+
 @torch.inference_mode()
 def forward(model, ids, cache, padding=None, **more):
     """Logits of one pass, left padding given as columns per row."""
     if padding:
-        mask = torch.arange(ids.shape[1]) >= torch.tensor(padding).unsqueeze(1)
+        mask = not_padding(padding, ids.shape[1])
         more |= dict(attention_mask=mask.long(), position_ids=(mask.cumsum(-1) - 1).clamp_min(0))
     return model(input_ids=ids, use_cache=True, **{cache_argument(model): cache}, **more).logits

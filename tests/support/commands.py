@@ -1,4 +1,4 @@
-"""The runner in processes of its own: started, watched, killed."""
+"""The runner: in this process, or in processes of its own that are started, watched and killed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+from experiments import run as entry
+
+ROOT = Path(__file__).parents[2]
+
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
+PAGE = TEXT * 12
 SMALL = ("model=random_llama", "dataset=text", "dataset.path=texts", "tracking.mode=disabled")
+TINY = [*SMALL, "dataset.tokens=120"]
 
 
 def texts(place: Path, documents: int, characters: int) -> None:
@@ -21,10 +27,22 @@ def texts(place: Path, documents: int, characters: int) -> None:
         (place / "texts" / f"{i:02d}.txt").write_text(whole[:characters])
 
 
+def command(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of ``python -m experiments.run``."""
+    monkeypatch.setattr(sys, "argv", ["experiments.run", *words])
+    code = 0
+    try:
+        entry.main()
+    except SystemExit as e:
+        code = int(e.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
 def start(place: Path, *words: str, before=None, **environment: str) -> subprocess.Popen[str]:
     """``python -m experiments.run`` in ``place``; ``before`` is called in the new process first."""
     given = {
-        **os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         **environment,
     }  # fmt: skip
     return subprocess.Popen(

@@ -1,0 +1,1 @@
+"""What the tests share: small models, small policies, one layer on random numbers, the judge, commands, a SLURM."""
