@@ -30,6 +30,10 @@ def select(name: str, policy: Policy, device: torch.device, dtype: torch.dtype) 
     if name == "fixed_point":
         if not fixed_point.supports(policy):
             raise UsageError(f"scan=fixed_point: {policy.name} looks at dropped tokens, so there is nothing to guess")
+        if device.type == "cuda" and has_triton(device):
+            from tova.scan import gpu
+
+            return gpu.FIXED_POINT
         return fixed_point.SCAN
     if name == "gpu" or (name == "auto" and device.type == "cuda"):
         if has_triton(device):
