@@ -14,7 +14,7 @@ import numpy as np
 
 from tova.errors import UsageError, renamed
 from tova.policies.base import MOST, Policy, integer
-from tova.scan import compile
+from tova.kernels import compile
 from tova.trace import Trace
 
 NEVER = np.iinfo(np.int64).max

@@ -50,6 +50,19 @@ def strict(function: Callable[..., Any]) -> Any:
     return _compiled(function)
 
 
+def c_function(function: Callable[..., Any], signature: Any) -> Any:
+    """``function`` compiled at once as a C function, to be called by its ``address``; sums in the order written."""
+    from numba.core.ccallback import CFunc
+    from numba.core.sigutils import normalize_signature
+
+    made = CFunc(function, normalize_signature(signature), locals={}, options={"error_model": "numpy"})
+    cache = _cache_of(function)
+    if cache is not None:
+        made._cache = cache
+    made.compile()
+    return made
+
+
 def _compiled(function: Callable[..., Any], **options: Any) -> Any:
     import numba
 
@@ -102,12 +115,18 @@ def own_folder() -> Path | None:
     return folder
 
 
+_WITH_NUMBA = ("kernels/*.py", "rules/*.py", "scan/*.py", "decode/*.py", "simulation_engine.py", "measures_cpu.py")
+"""Files of the package that hold compiled code, or write it."""
+
+
 @lru_cache(maxsize=1)
-def _sources() -> str:
-    """A checksum of the engines' code. numba looks at a function's own file only, not at those it calls."""
+def sources() -> str:
+    """A checksum of all compiled code. numba looks at a function's own file only, not at those it calls."""
     total = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        total.update(path.read_bytes())
+    package = Path(__file__).parent.parent
+    for pattern in _WITH_NUMBA:
+        for path in sorted(package.glob(pattern)):
+            total.update(path.read_bytes())
     return total.hexdigest()
 
 
@@ -123,7 +142,7 @@ def _cache_class() -> Any:
         """
 
         def _index_key(self, sig: Any, codegen: Any) -> Any:
-            return (*super()._index_key(sig, codegen), _sources())
+            return (*super()._index_key(sig, codegen), sources())
 
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             target_context.refresh()
