@@ -148,8 +148,8 @@ class _Sizes(NamedTuple):
 class _Newcomer(NamedTuple):
     """Pointers to what a token brings, [B, K, 1, D], [B, K, 1, E] and a tuple of [R, 1], or to where it is held."""
 
-    keys: Any
-    values: Any
+    key: Any
+    value: Any
     features: Any
 
 
@@ -189,7 +189,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The newcomer of one kept set into its first free slot; it is not held yet."""
     row = tl.program_id(0).to(tl.int64)
-    _, kv_heads, used, room, size, width = sizes
+    kv_heads, used, room, size, width = sizes.kv_heads, sizes.used, sizes.room, sizes.size, sizes.width
     n = tl.arange(0, BLOCK)
     free = tl.load(held + row * room + n, mask=n < used, other=1) == 0
     slot = tl.min(tl.where(free, n, BLOCK), 0)
@@ -201,11 +201,11 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     d = tl.arange(0, BLOCK_D)
     there = d < kv_heads * size
     at = (row * kv_heads + d // size) * room * size + slot * size + d % size
-    tl.store(layer.keys + at, tl.load(newcomer.keys + row * kv_heads * size + d, mask=there), mask=there)
+    tl.store(layer.key + at, tl.load(newcomer.key + row * kv_heads * size + d, mask=there), mask=there)
     e = tl.arange(0, BLOCK_E)
     there = e < kv_heads * width
     at = (row * kv_heads + e // width) * room * width + slot * width + e % width
-    tl.store(layer.values + at, tl.load(newcomer.values + row * kv_heads * width + e, mask=there), mask=there)
+    tl.store(layer.value + at, tl.load(newcomer.value + row * kv_heads * width + e, mask=there), mask=there)
 
 
 @triton.jit
@@ -258,7 +258,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 ):
     """The policy's turn in one kept set: observe, admit, drop."""
     row = tl.program_id(0).to(tl.int64)
-    heads, _, used, room, _, _ = sizes
+    heads, used, room = sizes.heads, sizes.used, sizes.room
     n = tl.arange(0, BLOCK)
     inside = n < used
     at = row * room + n
@@ -281,7 +281,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
             w = first + n
             tl.store(ring.entries + w * ring.stride + tl.load(slot_in + row), 0, mask=w < ring.width)
         tl.debug_barrier()
-    if rule.reads_weights:
+    if rule.observe is not None:
         weight = mean_over_heads(
             logits, row, 0, alive | newcomer, inside, heads, 1, used, softmax, False, BLOCK_H
         )  # fmt: skip

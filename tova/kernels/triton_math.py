@@ -41,16 +41,14 @@ class Rule(NamedTuple):
     numbers: Any
     """``numbers(ints, floats)``: all of them, loaded once."""
     observe: Any
-    """``observe(weight, slots, numbers)``: the records and the rings' newest entries after a step."""
+    """``observe(weight, slots, numbers)``: the records and the rings' newest entries after a step. None, as ``admit``, if
+    no weight is read."""
     admit: Any
     """``admit(self_weight, numbers)``: the records and the rings' newest entries that a token joins with."""
     fill: Any
     """``fill(numbers)``: the records it joins with if its own weight does not count or is not known."""
     rank: Any
     """``rank(slots, numbers)``: the score, and which slots may go."""
-    reads_weights: Any
-    counts_steps: Any
-    """Whether ``slots.observed`` or a ring is looked at."""
 
 
 class Ring(NamedTuple):
@@ -336,9 +334,10 @@ def ring_sum(ring, slots):  # type: ignore[no-untyped-def]
     # Other threads have written what is read now, and will write again what was read.
     tl.debug_barrier()
     total = tl.zeros(slots.index.shape, tl.float64)
-    for w in tl.range(0, ring.width, loop_unroll_factor=8):
-        entry = tl.load(ring.entries + w.to(tl.int64) * ring.stride + slots.index, mask=slots.inside, other=0)
-        total += entry.to(tl.float64)
+    entries = ring.entries
+    for _ in tl.range(0, ring.width, loop_unroll_factor=8):
+        total += tl.load(entries + slots.index, mask=slots.inside, other=0).to(tl.float64)
+        entries += ring.stride
     tl.debug_barrier()
     return total
 

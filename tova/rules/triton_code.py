@@ -66,12 +66,10 @@ def kernel_rule(rule: Rule, device: torch.device) -> KernelRule:
         ints,
         floats,
         module.numbers,
-        module.observe,
-        module.admit,
+        module.observe if rule.reads_weights else None,
+        module.admit if rule.reads_weights else None,
         module.fill,
         module.rank,
-        reads_weights=rule.reads_weights,
-        counts_steps=counts_steps(rule),
     )
 
 

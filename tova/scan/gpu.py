@@ -223,6 +223,7 @@ class _Steps:
             triton_code.kernel_rule(rule, source.device),
             GIVEN=given,
             AHEAD=launch.ahead and not given and at_once >= heads,
+            COUNTS=triton_code.counts_steps(rule),
             BLOCK_H=at_once,
             BLOCK=block,
             num_warps=launch.walk_warps if given or not rule.reads_weights else launch.scan_warps,
@@ -353,12 +354,13 @@ def _given(source, row, step, sizes, BLOCK: tl.constexpr):  # type: ignore[no-un
 @triton.jit
 def _scan_kernel(  # type: ignore[no-untyped-def]
     source, chunk, results, sizes, eviction, softmax, rule,
-    GIVEN: tl.constexpr, AHEAD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    GIVEN: tl.constexpr, AHEAD: tl.constexpr, COUNTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One kept set through one chunk. Candidates are in position order, so ties go to the lower index.
 
     What a step reads does not depend on what was dropped before, so it is asked for while earlier steps are at work:
-    given weights two steps ahead, and with ``AHEAD``, where all heads fit at once, logits one step ahead.
+    given weights two steps ahead, and with ``AHEAD``, where all heads fit at once, logits one step ahead. ``COUNTS``: the
+    rule, or a ring, asks how many steps were observed.
     """
     row = tl.program_id(0).to(tl.int64)
     heads, steps, candidates, kept = sizes
@@ -380,10 +382,10 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     count = tl.sum(alive.to(tl.int64), 0)
     missed = tl.zeros([BLOCK], tl.int32)
     doubtful = 0
-    if rule.reads_weights and GIVEN:
+    if GIVEN and rule.observe is not None:
         next_given = _given(source, row, 0, sizes, BLOCK)
         after_next = _given(source, row, 1, sizes, BLOCK)
-    if rule.reads_weights and AHEAD:
+    if AHEAD and rule.observe is not None:
         next_tile = tile_of_logits(source, row, 0, 0, inside & (n <= kept), heads, steps, candidates, BLOCK_H)
     for i in range(steps):
         m = kept + i
@@ -397,7 +399,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
             last = tl.where(gone, i - 1, last)
             alive = alive & (gone == 0)
             count = tl.sum(alive.to(tl.int64), 0)
-        if rule.reads_weights:
+        if rule.observe is not None:
             if GIVEN:
                 weight = tl.where(alive | newcomer, next_given, 0.0)
                 next_given = after_next
@@ -420,7 +422,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
             slots = Slots(n, inside, position, alive, records, features, rings, count, newest, observed, scratch, True)
             after, entries = rule.observe(tl.where(alive & known, weight, 0.0), slots, numbers)
             joined, first_entries = rule.admit(weight, numbers)
-            if rule.counts_steps:
+            if COUNTS:
                 counts = tl.where(joins, 1 - tl.max(unknown, 0), 0)
                 ring_write(rings, entries, observed, n, alive & (n * 0 + counts > 0))
                 ring_write(rings, first_entries, observed, n, newcomer & (n * 0 + counts > 0))
