@@ -238,7 +238,7 @@ def test_there_is_no_gradient(llama) -> None:
         logits.sum().backward()
 
 
-def test_a_policy_of_ones_own_runs_on_the_reference_scan(llama) -> None:
+def test_a_policy_of_ones_own_is_compiled_as_a_built_in_one_is(llama) -> None:
     """Twenty lines outside the library; here tova once more, which must then decide as the built-in one."""
     from dataclasses import dataclass
 
@@ -262,8 +262,18 @@ def test_a_policy_of_ones_own_runs_on_the_reference_scan(llama) -> None:
     forward(llama, ids, mine)
     forward(llama, ids, builtin)
     assert (mine.evicted_at == builtin.evicted_at).all()
-    with pytest.raises(UsageError, match="needs numba, CPU tensors and a compiled built-in policy, not mine"):
-        forward(llama, ids, EvictingCache(Mine(budget=20), scan="cpu"))
+    compiled = EvictingCache(Mine(budget=20), scan="cpu")
+    forward(llama, ids, compiled)
+    assert (compiled.evicted_at == builtin.evicted_at).all()
+
+    class Branches(Mine):
+        def score(self, slots):
+            return slots["last"] if bool((slots.newest > 0).all()) else slots["last"] + 1
+
+    forward(llama, ids, other := EvictingCache(Branches(budget=20)))
+    assert (other.evicted_at == builtin.evicted_at).all()
+    with pytest.raises(UsageError, match=r"scan=cpu cannot take mine: score depends on the numbers in a tensor"):
+        forward(llama, ids, EvictingCache(Branches(budget=20), scan="cpu"))
 
 
 def test_caches_of_another_kind_are_refused(llama) -> None:

@@ -10,6 +10,7 @@ import torch
 from tova.errors import UsageError
 from tova.kernels import compile
 from tova.policies.base import Policy
+from tova.rules import why_not
 from tova.scan import fixed_point, reference
 from tova.scan.chunk import Scan
 
@@ -42,18 +43,23 @@ def select(name: str, policy: Policy, device: torch.device, dtype: torch.dtype) 
             if gpu.supports(policy, dtype):
                 return gpu.SCAN
         if name == "gpu":
-            raise UsageError(
-                f"scan=gpu needs triton, CUDA tensors and a policy that can be compiled, not {policy.name} on {device} "
-                f"in {str(dtype).removeprefix('torch.')}"
-            )
+            raise UsageError(_cannot("gpu", policy, device, dtype, "triton, and tensors on CUDA"))
     if device.type == "cpu" and compile.available():
         from tova.scan import cpu
 
         if cpu.supports(policy, dtype):
             return cpu.SCAN
     if name == "cpu":
-        raise UsageError(
-            f"scan=cpu needs numba, CPU tensors and a policy that can be compiled, not {policy.name} on {device} in "
-            f"{str(dtype).removeprefix('torch.')}"
-        )
+        raise UsageError(_cannot("cpu", policy, device, dtype, "numba, and tensors on a CPU"))
     return reference.SCAN
+
+
+def _cannot(name: str, policy: Policy, device: torch.device, dtype: torch.dtype, needs: str) -> str:
+    """Why a compiled scan cannot take ``policy``, a sentence."""
+    reason = why_not(policy)
+    if reason is not None:
+        return f"scan={name} cannot take {policy.name}: {reason}; scan=auto takes it by the reference"
+    return (
+        f"scan={name} needs {needs}, and what it is given is on {device} in {str(dtype).removeprefix('torch.')} under "
+        f"{policy.name}; scan=auto takes what fits"
+    )
