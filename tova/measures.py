@@ -287,9 +287,9 @@ class AttentionMeasures:
         steps = torch.arange(seen.first + begin, seen.first + end, device=device)
         logits = seen.attention.logits(seen.query[:, :, begin:end], keys).view(batch, sets, heads // sets, -1, columns)
         if self._compiled and device.type == "cpu" and seen.visibility is None and not (evicted_at == PADDING).any():
-            from tova.scan import shares
+            from tova import measures_cpu
 
-            on_visible, mass, hits = shares.measure(
+            on_visible, mass, hits = measures_cpu.measure(
                 logits.flatten(0, 1), evicted_at.flatten(0, 1), seen.first + begin, HEAVY_HITTERS
             )
             hits = hits.masked_fill(on_visible.isnan(), 0)

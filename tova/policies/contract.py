@@ -7,7 +7,7 @@ there on it is on its own, and costs what a built-in one costs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -38,6 +38,28 @@ def is_watched(policy: Policy) -> bool:
 def unwatched(policy: Policy) -> Policy:
     """The policy that ``policy`` stands for; itself if nobody watches."""
     return policy.watcher._policy if isinstance(policy.watcher, Watched) else policy
+
+
+def reported(policy: Policy, report: Sequence[int]) -> ContractError:
+    """What a compiled engine found (see :mod:`tova.kernels.frame`), as watching would have said it."""
+    what, *numbers = report
+    if what == 1:
+        return _unranked(policy, *numbers[:2])
+    return _too_few(policy, *numbers[:4])
+
+
+def _unranked(policy: Policy, step: int, position: int) -> ContractError:
+    return ContractError(
+        f"{named(policy)}: score returned NaN for position {position} at step {step}; what cannot be ranked must be "
+        "protected"
+    )
+
+
+def _too_few(policy: Policy, step: int, candidates: int, held: int, excess: int) -> ContractError:
+    return ContractError(
+        f"{named(policy)}: protected leaves {candidates} of {held} positions to choose from at step {step}, and "
+        f"{excess} must go to keep the budget"
+    )
 
 
 class Watched:
@@ -111,10 +133,7 @@ class Watched:
         unranked = slots.held & ~protected & score.isnan() & ~self._excused(slots)
         if bool(unranked.any()):
             row, slot = unranked.nonzero()[0].tolist()
-            raise ContractError(
-                f"{named(self._policy)}: score returned NaN for position {int(slots.positions[row, slot])} at step "
-                f"{int(slots.newest[row, 0])}; what cannot be ranked must be protected"
-            )
+            raise _unranked(self._policy, int(slots.newest[row, 0]), int(slots.positions[row, slot]))
 
     def chosen(self, slots: Slots, candidates: Tensor, excess: Tensor | int) -> None:
         """So many must go: are there as many to choose from?"""
@@ -123,10 +142,8 @@ class Watched:
         if bool(short.any()):
             row = int(short[:, 0].nonzero()[0, 0])
             most = int(excess if isinstance(excess, int) else excess[row, 0])
-            raise ContractError(
-                f"{named(self._policy)}: protected leaves {int(count[row, 0])} of {int(slots.count[row, 0])} positions "
-                f"to choose from at step {int(slots.newest[row, 0])}, and {most} must go to keep the budget"
-            )
+            step, held = int(slots.newest[row, 0]), int(slots.count[row, 0])
+            raise _too_few(self._policy, step, int(count[row, 0]), held, most)
 
     def _excused(self, slots: Slots) -> Tensor:
         """bool [R, 1]: rows about which something was not known, so that a policy may not know either."""

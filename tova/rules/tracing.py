@@ -85,7 +85,7 @@ def _trace(policy: Policy, dtype: torch.dtype) -> Rule:
 
 
 def how_heads_combine(policy: Policy) -> str | None:
-    """``mean`` or ``rounded mean`` (of weights rounded to the model's dtype), as ``combine`` says; None for all else."""
+    """``mean`` or ``rounded mean`` (of weights rounded to the model's dtype), as ``combine`` says; None for others."""
     try:
         found = policy.combine(_Heads())  # type: ignore[arg-type]
     except Exception:  # it asks for something that is neither
@@ -177,8 +177,6 @@ class Tracer:
         if dtype == torch.int64:
             if isinstance(value, float) and not value.is_integer():
                 raise NotExpressibleError(f"makes an integer of {value}")
-            if not -(2**63) <= int(value) < 2**63:
-                raise NotExpressibleError(f"uses {value}, which 64 bits do not hold")
             self.ints.append(int(value))
             return self.node("constant", (), dtype, "number", len(self.ints) - 1)
         self.floats.append(float(value))
@@ -327,11 +325,14 @@ class Symbol:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in _OPERATIONS:
+        if _OTHER_NAMES.get(name, name) in _OPERATIONS:
             return lambda *args, **kwargs: _apply(name, (self, *args), kwargs)
         if name.endswith("_"):
             raise NotExpressibleError(f"changes a tensor in place ({name})")
         raise NotExpressibleError(f"uses {name}, which is no operation of an expression")
+
+    def where(self, condition: Any, other: Any) -> Symbol:
+        return _apply("where", (condition, self, other), {})
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -404,6 +405,8 @@ def _operand(value: Any) -> Any:
         value = value.item()
     if not isinstance(value, numbers.Real):
         raise NotExpressibleError(f"uses {type(value).__name__} where a tensor or number belongs")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise NotExpressibleError(f"uses {value}, which 64 bits do not hold")
     return value
 
 
@@ -504,8 +507,6 @@ def _structural(tracer: Tracer, value: Any, dtype: torch.dtype) -> Symbol:
     if isinstance(value, Symbol):
         return tracer.cast(value, dtype)
     number = value.item() if isinstance(value, Tensor) else value
-    if dtype == torch.int64 and not -(2**63) <= number < 2**63:
-        raise NotExpressibleError(f"uses {number}, which 64 bits do not hold")
     return Symbol(tracer, tracer.literal(bool(number) if dtype == torch.bool else int(number), dtype), "number")
 
 

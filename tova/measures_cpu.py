@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tova.scan.cpu import _F, _exp, _jit
+from tova.kernels.compile import jit
+from tova.kernels.numba_math import F, exp
 from tova.threads import team
 
 
@@ -48,7 +49,7 @@ def measure(logits: Tensor, evicted_at: Tensor, first: int, wanted: int) -> tupl
     return visible, mass, hits
 
 
-@_jit
+@jit
 def _measure(logits, gone, first, begin, end, wanted, visible, mass, hits):  # type: ignore[no-untyped-def]
     """One kept set's queries ``begin`` to ``end``; arrays as in :func:`measure`, without rows."""
     heads, _, columns = logits.shape
@@ -58,18 +59,18 @@ def _measure(logits, gone, first, begin, end, wanted, visible, mass, hits):  # t
     for i in range(begin, end):
         t = first + i
         for j in range(t + 1):
-            attn[j] = _F(0.0)
+            attn[j] = F(0.0)
         for h in range(heads):
             row = logits[h, i]
             top = row[t]
             for j in range(t):
                 top = max(top, row[j])
-            total = _F(0.0)
+            total = F(0.0)
             for j in range(t + 1):
-                e = _exp(row[j] - top)
+                e = exp(row[j] - top)
                 row[j] = e
                 total += e
-            share = _F(1.0) / (total * _F(heads))
+            share = F(1.0) / (total * F(heads))
             for j in range(t + 1):
                 attn[j] += row[j] * share
         # Earlier columns are added up themselves: taking the own weight from 1 would leave little where it is nearly 1.
@@ -79,10 +80,10 @@ def _measure(logits, gone, first, begin, end, wanted, visible, mass, hits):  # t
             weight_of = np.float64(attn[j])
             earlier += weight_of
             seen += weight_of if gone[j] >= t else 0.0
-        visible[i] = _F(seen + np.float64(attn[t]))
-        mass[i] = _F(seen / earlier) if earlier != 0.0 else _F(0.0)
+        visible[i] = F(seen + np.float64(attn[t]))
+        mass[i] = F(seen / earlier) if earlier != 0.0 else F(0.0)
         count = 0
-        least = _F(-1.0)
+        least = F(-1.0)
         at = 0
         for j in range(t):
             w = attn[j]
