@@ -9,8 +9,8 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def patch_the_language_once():
-    """For the call of every function in a kernel the interpreter looks the whole language through for what to replace;
-    what the kernel's own launch has replaced need not be looked for again. Without effect where it does so no longer."""
+    """At the call of every function in a kernel the interpreter looks the whole language through for what to replace;
+    what the kernel's own launch has replaced need not be looked for again. No effect where it does so no longer."""
     with pytest.MonkeyPatch.context() as patch:
         try:
             import triton.language as tl

@@ -1,7 +1,8 @@
 """Compiles the Triton kernels for an H200 (sm_90) where there is none, by running what launches them.
 
-Run by tests/test_gpu.py in a process of its own, since elsewhere the kernels are interpreted: ``python -m support.sm90``.
-A driver that knows no device stands in and nothing is launched, so decisions are the reference's, and outputs nonsense.
+Run by tests/test_gpu.py in a process of its own, since elsewhere the kernels are interpreted (``python -m
+support.sm90``). A driver that knows no device stands in and nothing is launched, so decisions are the reference's, and
+outputs nonsense.
 """
 
 from __future__ import annotations

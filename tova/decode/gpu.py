@@ -1,9 +1,10 @@
 """One decoded token in Triton: three kernels over a layer's fixed slots, in place, with nothing to wait for.
 
-``_place_kernel`` writes the newcomer into a free slot of every kept set, ``_attention_kernel`` attends over what is held
-and it, one program per query head, and ``_update_kernel`` takes the mean of the weights over heads, updates the records
-and frees the slots of those that are dropped, as the policy's rule says (:mod:`tova.rules.triton_code`); ties go to the
-lower position. What differs from step to step is read from the slots themselves, so a CUDA graph can replay a step.
+``_place_kernel`` writes the newcomer into a free slot of every kept set, ``_attention_kernel`` attends over what is
+held and it, one program per query head, and ``_update_kernel`` takes the mean of the weights over heads, updates the
+records and frees the slots of those that are dropped, as the policy's rule says (:mod:`tova.rules.triton_code`); ties
+go to the lower position. What differs from step to step is read from the slots themselves, so a CUDA graph can replay
+a step.
 
 In half precision the weights that decide come from products rounded as a matrix product rounds them, as in a replay.
 """
@@ -317,7 +318,9 @@ def _update_kernel(  # type: ignore[no-untyped-def]
             victim = tied & (position == oldest)
             if log is not None:
                 begin = tl.load(log.start + row)
-                tl.store(log.evicted_at + row * log.columns + begin + position, begin + newest + position * 0, mask=victim)
+                tl.store(
+                    log.evicted_at + row * log.columns + begin + position, begin + newest + position * 0, mask=victim
+                )
             alive = alive & (victim == 0)
             droppable = droppable & (victim == 0)
     tl.store(state.held + at, alive.to(tl.uint8), mask=inside)

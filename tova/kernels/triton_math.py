@@ -41,8 +41,8 @@ class Rule(NamedTuple):
     numbers: Any
     """``numbers(ints, floats)``: all of them, loaded once."""
     observe: Any
-    """``observe(weight, slots, numbers)``: the records and the rings' newest entries after a step. None, as ``admit``, if
-    no weight is read."""
+    """``observe(weight, slots, numbers)``: the records and the rings' newest entries after a step. None, as ``admit``,
+    if no weight is read."""
     admit: Any
     """``admit(self_weight, numbers)``: the records and the rings' newest entries that a token joins with."""
     fill: Any
@@ -166,7 +166,7 @@ def load_each(pointers, at, mask):  # type: ignore[no-untyped-def]
     out = ()
     for i in tl.static_range(len(pointers)):
         found = tl.load(pointers[i] + at, mask=mask, other=0)
-        out = out + (found,)
+        out += (found,)  # type: ignore[assignment]
     return out
 
 
@@ -181,7 +181,7 @@ def where_each(condition, values, others):  # type: ignore[no-untyped-def]
     """``tl.where`` of two tuples; values may be one number, and are stored as what they take the place of."""
     out = ()
     for i in tl.static_range(len(others)):
-        out = out + (tl.where(condition, values[i].to(others[i].dtype), others[i]),)
+        out += (tl.where(condition, values[i].to(others[i].dtype), others[i]),)  # type: ignore[assignment]
     return out
 
 
@@ -223,18 +223,20 @@ def floor_divide(a, b):  # type: ignore[no-untyped-def]
 def divide(a, b):  # type: ignore[no-untyped-def]
     """Of floats, correctly rounded."""
     if a.dtype == tl.float32:
-        return tl.div_rn(a, b)
+        out = tl.div_rn(a, b)
     else:
-        return a / b
+        out = a / b
+    return out
 
 
 @triton.jit
 def square_root(a):  # type: ignore[no-untyped-def]
     """Of floats, correctly rounded."""
     if a.dtype == tl.float32:
-        return tl.sqrt_rn(a)
+        out = tl.sqrt_rn(a)
     else:
-        return tl.sqrt(a)
+        out = tl.sqrt(a)
+    return out
 
 
 @triton.jit
@@ -246,20 +248,22 @@ def row_sum(x, slots):  # type: ignore[no-untyped-def]
 def row_max(x, slots):  # type: ignore[no-untyped-def]
     """The highest; NaN if any is."""
     if x.dtype == tl.int64:
-        return tl.max(tl.where(slots.inside, x, FIRST_INTEGER), 0)
+        out = tl.max(tl.where(slots.inside, x, FIRST_INTEGER), 0)
     else:
         highest = tl.max(tl.where(slots.inside & (x == x), x, -INF), 0)
         strange = tl.max((slots.inside & (x != x)).to(tl.int32), 0)
-        return tl.where(strange != 0, float("nan"), highest)
+        out = tl.where(strange != 0, float("nan"), highest)
+    return out
 
 
 @triton.jit
 def row_min(x, slots):  # type: ignore[no-untyped-def]
     """The lowest; NaN if any is."""
     if x.dtype == tl.int64:
-        return tl.min(tl.where(slots.inside, x, LAST_POSITION), 0)
+        out = tl.min(tl.where(slots.inside, x, LAST_POSITION), 0)
     else:
-        return -row_max(-x, slots)
+        out = -row_max(-x, slots)
+    return out
 
 
 @triton.jit
@@ -348,7 +352,7 @@ def rings_of_row(rings, row):  # type: ignore[no-untyped-def]
     out = ()
     for i in tl.static_range(len(rings)):
         ring = rings[i]
-        out = out + (Ring(ring.entries + row * ring.width * ring.stride, ring.width, ring.stride),)
+        out += (Ring(ring.entries + row * ring.width * ring.stride, ring.width, ring.stride),)  # type: ignore[assignment]
     return out
 
 

@@ -6,8 +6,8 @@ whatever dtype they are, and accumulates in float32. ``_rows_kernel``, one progr
 of all steps under guessed drops, for :mod:`tova.scan.fixed_point`; the scan kernel then walks through these. Both only
 decide: what a query sees is mixed by :mod:`tova.backends.triton`.
 
-What a policy does comes from its rule (:mod:`tova.rules.triton_code`). A rule may hold a few records and features of one
-number each, :data:`~tova.rules.triton_code.MOST_NUMBERS` in all, and rings of any width.
+What a policy does comes from its rule (:mod:`tova.rules.triton_code`). A rule may hold a few records and features of
+one number each, :data:`~tova.rules.triton_code.MOST_NUMBERS` in all, and rings of any width.
 
 Without a GPU the kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` before Triton is imported), slowly.
 """
@@ -359,8 +359,8 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     """One kept set through one chunk. Candidates are in position order, so ties go to the lower index.
 
     What a step reads does not depend on what was dropped before, so it is asked for while earlier steps are at work:
-    given weights two steps ahead, and with ``AHEAD``, where all heads fit at once, logits one step ahead. ``COUNTS``: the
-    rule, or a ring, asks how many steps were observed.
+    given weights two steps ahead, and with ``AHEAD``, where all heads fit at once, logits one step ahead. ``COUNTS``:
+    the rule, or a ring, asks how many steps were observed.
     """
     row = tl.program_id(0).to(tl.int64)
     heads, steps, candidates, kept = sizes
@@ -462,7 +462,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     tl.store(results.last + at, last.to(tl.int64), mask=inside)
     tl.store(results.missed + row, tl.sum(missed, 0).to(tl.int64))
     if results.doubtful is not None:
-        tl.store(results.doubtful + row, (doubtful > 0).to(tl.uint8))
+        tl.store(results.doubtful + row, tl.where(doubtful > 0, 1, 0))
     store_each(chunk.records, at, records, inside)
 
 

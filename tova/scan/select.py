@@ -43,7 +43,12 @@ def select(name: str, policy: Policy, device: torch.device, dtype: torch.dtype) 
             if gpu.supports(policy, dtype):
                 return gpu.SCAN
         if name == "gpu":
-            raise UsageError(_cannot("gpu", policy, device, dtype, "triton, and tensors on CUDA"))
+            reason = None
+            if has_triton(device):
+                from tova.scan import gpu
+
+                reason = gpu.why_not(policy, dtype)
+            raise UsageError(_cannot("gpu", policy, device, dtype, "triton, and tensors on CUDA", reason))
     if device.type == "cpu" and compile.available():
         from tova.scan import cpu
 
@@ -54,9 +59,11 @@ def select(name: str, policy: Policy, device: torch.device, dtype: torch.dtype) 
     return reference.SCAN
 
 
-def _cannot(name: str, policy: Policy, device: torch.device, dtype: torch.dtype, needs: str) -> str:
-    """Why a compiled scan cannot take ``policy``, a sentence."""
-    reason = why_not(policy)
+def _cannot(
+    name: str, policy: Policy, device: torch.device, dtype: torch.dtype, needs: str, reason: str | None = None
+) -> str:
+    """Why a compiled scan cannot take ``policy``, a sentence; ``reason`` is the scan's own."""
+    reason = why_not(policy) or reason
     if reason is not None:
         return f"scan={name} cannot take {policy.name}: {reason}; scan=auto takes it by the reference"
     return (
