@@ -83,11 +83,14 @@ def masked_attention(
     # Wide heads and long numbers are taken fewer at a time, so that a tile fits into the shared memory of any card.
     rows = min(launch.mix_rows, max(16, _TILE_BYTES // (block * query.element_size())))
     columns = min(launch.mix_columns, max(16, _TILE_BYTES // ((block + block_out) * key.element_size())))
-    chunk = _Chunk(_strided(query), _strided(key), _strided(value), last.contiguous(), _strided(out))
+    last = last.contiguous()
+    strided = tuple(_Strided(x, *x.stride()) for x in (query, key, value, out))
     sizes = _Sizes(heads, kv_heads, heads * batch // len(last), steps, candidates, kept, size, width)
     # A batch's heads may be more than a grid's second dimension takes; the first takes any number.
     _attention_kernel[(batch * heads, triton.cdiv(steps, rows))](
-        chunk,
+        *strided[:3],
+        last,
+        strided[3],
         sizes,
         softmax,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
@@ -100,11 +103,13 @@ def masked_attention(
     )
     is_finite = torch.empty(batch * kv_heads, dtype=torch.int32, device=value.device)
     _finite_kernel[(batch * kv_heads,)](
-        chunk.value, is_finite, sizes, BLOCK_N=_VALUES_AT_ONCE, BLOCK_E=block_out, num_warps=4
+        strided[2], is_finite, sizes, BLOCK_N=_VALUES_AT_ONCE, BLOCK_E=block_out, num_warps=4
     )
     _one_by_one_kernel[(batch * heads, triton.cdiv(steps, _QUERIES_ONE_BY_ONE))](
-        chunk,
+        *strided[:3],
+        last,
         is_finite,
+        strided[3],
         sizes,
         softmax,
         QUERIES=_QUERIES_ONE_BY_ONE,
@@ -125,16 +130,6 @@ class _Strided(NamedTuple):
     number: Any
 
 
-class _Chunk(NamedTuple):
-    """Queries, keys, values and what comes out, and a pointer to int64 [R, N]; see :func:`masked_attention`."""
-
-    query: Any
-    key: Any
-    value: Any
-    last: Any
-    out: Any
-
-
 class _Sizes(NamedTuple):
     """H, K, H_g, C, N, how many of the N were held before the chunk, D and E."""
 
@@ -148,10 +143,6 @@ class _Sizes(NamedTuple):
     width: Any
 
 
-def _strided(tensor: Tensor) -> _Strided:
-    return _Strided(tensor, *tensor.stride())
-
-
 @triton.jit
 def _head(x, batch, head):  # type: ignore[no-untyped-def]
     """A pointer to the [T, numbers] of one head."""
@@ -160,7 +151,7 @@ def _head(x, batch, head):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attention_kernel(  # type: ignore[no-untyped-def]
-    chunk, sizes, softmax, PRECISION: tl.constexpr,
+    query, key, value, last_in, out, sizes, softmax, PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK_C`` queries of one head."""
@@ -172,13 +163,11 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     first_step = tl.program_id(1) * BLOCK_C
     i = first_step + tl.arange(0, BLOCK_C)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    query = _head(chunk.query, batch, head)
-    key = _head(chunk.key, batch, kv_head)
-    value = _head(chunk.value, batch, kv_head)
-    out = _head(chunk.out, batch, head)
-    last_seen = chunk.last + row * candidates
+    queries, keys = _head(query, batch, head), _head(key, batch, kv_head)
+    values, outputs = _head(value, batch, kv_head), _head(out, batch, head)
+    last_seen = last_in + row * candidates
     q = tl.load(
-        query + i[:, None] * chunk.query.step + d[None, :] * chunk.query.number,
+        queries + i[:, None] * query.step + d[None, :] * query.number,
         mask=(i < steps)[:, None] & (d < size)[None, :], other=0.0,
     )  # fmt: skip
     top = tl.full([BLOCK_C], LOWEST, tl.float32)
@@ -194,7 +183,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         inside = n < until
         last = tl.load(last_seen + n, mask=inside, other=-1)
         k = tl.load(
-            key + n[None, :] * chunk.key.step + d[:, None] * chunk.key.number,
+            keys + n[None, :] * key.step + d[:, None] * key.number,
             mask=inside[None, :] & (d < size)[:, None], other=0.0,
         )  # fmt: skip
         x = finished(tl.dot(q, k, input_precision=PRECISION), softmax)
@@ -205,7 +194,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         less = tl.exp(top - higher)
         total = total * less + tl.sum(weight, 1)
         v = tl.load(
-            value + n[:, None] * chunk.value.step + e[None, :] * chunk.value.number,
+            values + n[:, None] * value.step + e[None, :] * value.number,
             mask=inside[:, None] & (e < width)[None, :], other=0.0,
         )  # fmt: skip
         mixed = mixed * less[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
@@ -214,7 +203,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     itself = tl.load(last_seen + kept + i, mask=i < steps, other=-1) >= i
     mixed = mixed / tl.where(itself | (total != 0), total, 1.0)[:, None]
     tl.store(
-        out + i[:, None] * chunk.out.step + e[None, :] * chunk.out.number, mixed.to(out.dtype.element_ty),
+        outputs + i[:, None] * out.step + e[None, :] * out.number, mixed.to(outputs.dtype.element_ty),
         mask=(i < steps)[:, None] & (e < width)[None, :],
     )  # fmt: skip
 
@@ -238,7 +227,7 @@ def _finite_kernel(value, is_finite, sizes, BLOCK_N: tl.constexpr, BLOCK_E: tl.c
 
 @triton.jit
 def _one_by_one_kernel(  # type: ignore[no-untyped-def]
-    chunk, is_finite, sizes, softmax, QUERIES: tl.constexpr,
+    query, key, value, last_in, is_finite, out, sizes, softmax, QUERIES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """``QUERIES`` queries of one head whose values are not all finite, one by one: values that one does not see are
@@ -250,14 +239,12 @@ def _one_by_one_kernel(  # type: ignore[no-untyped-def]
     row = batch * (heads // heads_per_set) + head // heads_per_set
     if tl.load(is_finite + batch * kv_heads + kv_head) == 0:
         d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-        query = _head(chunk.query, batch, head)
-        key = _head(chunk.key, batch, kv_head)
-        value = _head(chunk.value, batch, kv_head)
-        out = _head(chunk.out, batch, head)
-        last_seen = chunk.last + row * candidates
+        queries, keys = _head(query, batch, head), _head(key, batch, kv_head)
+        values, outputs = _head(value, batch, kv_head), _head(out, batch, head)
+        last_seen = last_in + row * candidates
         begin = tl.program_id(1) * QUERIES
         for i in range(begin, tl.minimum(begin + QUERIES, steps)):
-            q = tl.load(query + i * chunk.query.step + d * chunk.query.number, mask=d < size, other=0.0).to(tl.float32)
+            q = tl.load(queries + i * query.step + d * query.number, mask=d < size, other=0.0).to(tl.float32)
             top = tl.full([1], LOWEST, tl.float32)
             total = tl.zeros([1], tl.float32)
             if softmax.sink_logits is not None:
@@ -269,7 +256,7 @@ def _one_by_one_kernel(  # type: ignore[no-untyped-def]
                 n = first + tl.arange(0, BLOCK_N)
                 seen = (n <= kept + i) & (tl.load(last_seen + n, mask=n < candidates, other=-1) >= i)
                 k = tl.load(
-                    key + n[:, None] * chunk.key.step + d[None, :] * chunk.key.number,
+                    keys + n[:, None] * key.step + d[None, :] * key.number,
                     mask=seen[:, None] & (d < size)[None, :], other=0.0,
                 )  # fmt: skip
                 x = finished(tl.sum(k.to(tl.float32) * q[None, :], 1), softmax)
@@ -279,11 +266,11 @@ def _one_by_one_kernel(  # type: ignore[no-untyped-def]
                 less = tl.exp(top - higher)
                 total = total * less + tl.sum(weight, 0)
                 v = tl.load(
-                    value + n[:, None] * chunk.value.step + e[None, :] * chunk.value.number,
+                    values + n[:, None] * value.step + e[None, :] * value.number,
                     mask=seen[:, None] & (e < width)[None, :], other=0.0,
                 )  # fmt: skip
                 mixed = mixed * less + tl.sum(v.to(tl.float32) * weight[:, None], 0)
                 top = higher
             itself = tl.load(last_seen + kept + i) >= i
             mixed = mixed / tl.where(itself | (total != 0), total, 1.0)
-            tl.store(out + i * chunk.out.step + e * chunk.out.number, mixed.to(out.dtype.element_ty), mask=e < width)
+            tl.store(outputs + i * out.step + e * out.number, mixed.to(outputs.dtype.element_ty), mask=e < width)

@@ -115,7 +115,7 @@ def step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: Cal
             positions=slots.positions,
             held=held,
             records=tuple(gpu.as_bytes(slots.records[name]) for name in triton_code.plain_records(rule)),
-            rings=tuple(gpu.ring_of(slots.records[name]) for name in triton_code.rings(rule)),
+            rings=tuple(gpu.as_bytes(slots.records[name]) for name in triton_code.rings(rule)),
             features=tuple(slots.features[name] for name in rule.features),
             observed=slots.observed,
             newest=slots.newest,
@@ -123,6 +123,7 @@ def step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: Cal
         ),
         None if log is None else _Log(log, state.start, log.shape[-1]),
         sizes,
+        tuple(slots.records[name].shape[1] for name in triton_code.rings(rule)),
         gpu.eviction_of(policy, call.schedule),
         softmax,
         triton_code.kernel_rule(rule, query.device),
@@ -164,7 +165,7 @@ class _State(NamedTuple):
     records: Any
     """A tuple, [R, S] each."""
     rings: Any
-    """A tuple of :class:`~tova.kernels.triton_math.Ring`, [R, W, S] each."""
+    """A tuple, [R, W, S] each."""
     features: Any
     """A tuple, float32 [R, S] each."""
     observed: Any
@@ -255,9 +256,9 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _update_kernel(  # type: ignore[no-untyped-def]
-    logits, slot_in, state, log, sizes, eviction, softmax, rule, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr
+    logits, slot_in, state, log, sizes, widths, eviction, softmax, rule, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The policy's turn in one kept set: observe, admit, drop."""
+    """The policy's turn in one kept set: observe, admit, drop. ``widths`` are the rings', a tuple."""
     row = tl.program_id(0).to(tl.int64)
     heads, used, room = sizes.heads, sizes.used, sizes.room
     n = tl.arange(0, BLOCK)
@@ -268,7 +269,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     position = tl.load(state.positions + at, mask=inside, other=-1)
     records = load_each(state.records, at, inside)
     features = load_each(state.features, at, inside)
-    rings = rings_of_row(state.rings, row)
+    rings = rings_of_row(state.rings, widths, room, row)
     scratch = None
     if state.scratch is not None:
         scratch = (state.scratch[0] + row * used, state.scratch[1] + row * used)
@@ -277,10 +278,9 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     newcomer = n == tl.load(slot_in + row)
     count = tl.sum(alive.to(tl.int64), 0)
     for i in tl.static_range(len(rings)):
-        ring = rings[i]
-        for first in range(0, ring.width, BLOCK):
+        for first in range(0, widths[i], BLOCK):
             w = first + n
-            tl.store(ring.entries + w * ring.stride + tl.load(slot_in + row), 0, mask=w < ring.width)
+            tl.store(rings[i] + w.to(tl.int64) * room + tl.load(slot_in + row), 0, mask=w < widths[i])
         tl.debug_barrier()
     if rule.observe is not None:
         weight = mean_over_heads(
@@ -288,11 +288,13 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         known = weight == weight
         counts = 1 - tl.max((known == 0).to(tl.int64), 0)
-        slots = Slots(n, inside, position, alive, records, features, rings, count, newest, observed, scratch, False)
+        slots = Slots(
+            n, inside, position, alive, records, features, rings, widths, room, count, newest, observed, scratch, False
+        )  # fmt: skip
         after, entries = rule.observe(tl.where(alive & known, weight, 0.0), slots, numbers)
         joined, first_entries = rule.admit(weight, numbers)
-        ring_write(rings, entries, observed, n, alive & (n * 0 + counts > 0))
-        ring_write(rings, first_entries, observed, n, newcomer & (n * 0 + counts > 0))
+        ring_write(slots, entries, alive & (n * 0 + counts > 0))
+        ring_write(slots, first_entries, newcomer & (n * 0 + counts > 0))
         observed += counts
         tl.store(state.observed + row, observed)
         records = where_each(known, after, records)
@@ -306,7 +308,9 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     count += 1
     excess = tl.where(count >= eviction.evict_at, count - eviction.leaves, 0)
     if excess > 0:
-        slots = Slots(n, inside, position, alive, records, features, rings, count, newest, observed, scratch, False)
+        slots = Slots(
+            n, inside, position, alive, records, features, rings, widths, room, count, newest, observed, scratch, False
+        )  # fmt: skip
         score, free = rule.rank(slots, numbers)
         droppable = free & (score == score)
         for _ in range(excess):

@@ -51,16 +51,6 @@ class Rule(NamedTuple):
     """``rank(slots, numbers)``: the score, and which slots may go."""
 
 
-class Ring(NamedTuple):
-    """The last steps' numbers of one row, [W, S]."""
-
-    entries: Any
-    """Pointer to the row's first."""
-    width: Any
-    stride: Any
-    """From one step's entries to the next's."""
-
-
 class Slots(NamedTuple):
     """One row as the functions of a rule see it."""
 
@@ -77,7 +67,11 @@ class Slots(NamedTuple):
     features: Any
     """A tuple of [BLOCK]."""
     rings: Any
-    """A tuple of :class:`Ring`."""
+    """A tuple of pointers to this row's entries [W, S] of each ring."""
+    widths: Any
+    """A tuple, W of each ring."""
+    stride: Any
+    """S, from one step's entries to the next's."""
     count: Any
     """int64"""
     newest: Any
@@ -333,34 +327,30 @@ def average_pool(x, kernel, rank, slots):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def ring_sum(ring, slots):  # type: ignore[no-untyped-def]
+def ring_sum(entries, width, slots):  # type: ignore[no-untyped-def]
     """float64 [BLOCK]: the sum over a ring, entry 0 upward."""
     # Other threads have written what is read now, and will write again what was read.
     tl.debug_barrier()
     total = tl.zeros(slots.index.shape, tl.float64)
-    entries = ring.entries
-    for _ in tl.range(0, ring.width, loop_unroll_factor=8):
+    for _ in tl.range(0, width, loop_unroll_factor=8):
         total += tl.load(entries + slots.index, mask=slots.inside, other=0).to(tl.float64)
-        entries += ring.stride
+        entries += slots.stride
     tl.debug_barrier()
     return total
 
 
 @triton.jit
-def rings_of_row(rings, row):  # type: ignore[no-untyped-def]
-    """A tuple of :class:`Ring`: those of one row, of the rings of all rows."""
+def rings_of_row(rings, widths, stride, row):  # type: ignore[no-untyped-def]
+    """A tuple of pointers to one row of each of ``rings``, a tuple of [R, W, S]."""
     out = ()
     for i in tl.static_range(len(rings)):
-        ring = rings[i]
-        out += (Ring(ring.entries + row * ring.width * ring.stride, ring.width, ring.stride),)  # type: ignore[assignment]
+        out += (rings[i] + row * widths[i] * stride,)  # type: ignore[assignment]
     return out
 
 
 @triton.jit
-def ring_write(rings, entries, turns, at, mask):  # type: ignore[no-untyped-def]
-    """Let ``entries`` [BLOCK] be what step ``turns`` (counted from 0) added to each ring."""
-    for i in tl.static_range(len(rings)):
-        if entries[i] is not None:
-            ring = rings[i]
-            place = ring.entries + (turns % ring.width) * ring.stride + at
-            tl.store(place, entries[i].to(ring.entries.dtype.element_ty), mask=mask)
+def ring_write(slots, entries, mask):  # type: ignore[no-untyped-def]
+    """Let ``entries``, [BLOCK] or a number of each ring, be what the step adds that is counted next."""
+    for i in tl.static_range(len(slots.rings)):
+        place = slots.rings[i] + (slots.observed % slots.widths[i]) * slots.stride + slots.index
+        tl.store(place, entries[i].to(slots.rings[i].dtype.element_ty), mask=mask)

@@ -48,6 +48,9 @@ def why_not(rule: Rule) -> str | None:
     wide = [name for name, r in rule.records.items() if r.width and not isinstance(r, Ring)]
     if wide:
         return f"its record {wide[0]!r} has several numbers per slot and is no Ring"
+    silent = [name for name in rings(rule) if name not in rule.observed]
+    if silent:
+        return f"its ring {silent[0]!r} is not what observe returns"
     if rule.admitted and not rule.reads_attention:
         return "its own weight counts, though it reads no attention"
     if any(node.op == "pow" for node in in_order(*rule.outputs.values())):
@@ -130,11 +133,11 @@ def source(rule: Rule) -> str:
     ]
     of = _Writer(rule, joined=False)
     observed = of.tuple_of([rule.observed.get(n) or _record(rule, n) for n in records])
-    newest = of.tuple_of([rule.observed.get(n) for n in entries])
+    newest = of.tuple_of([rule.observed[n] for n in entries])
     lines += _function("observe", "weight, slots, numbers", of.lines, [observed, newest])
     of = _Writer(rule, joined=False, spread=False)
     admitted = of.tuple_of([rule.admitted.get(n) or rule.fills[n] for n in records])
-    newest = of.tuple_of([rule.admitted.get(n) for n in entries])
+    newest = of.tuple_of([rule.admitted.get(n) or rule.fills[n] for n in entries])
     lines += _function("admit", "self_weight, numbers", of.lines, [admitted, newest])
     of = _Writer(rule, joined=False, spread=False)
     filled = of.tuple_of([rule.fills[n] for n in records])
@@ -177,9 +180,9 @@ class _Writer:
         self._ranked = False
         self.lines: list[str] = []
 
-    def tuple_of(self, nodes: list[Node | None]) -> str:
-        """A tuple of the values of nodes, None where there is none."""
-        return _tuple(["None" if node is None else self._given(node) for node in nodes])
+    def tuple_of(self, nodes: list[Node]) -> str:
+        """A tuple of the values of nodes."""
+        return _tuple([self._given(node) for node in nodes])
 
     def value(self, node: Node) -> str:
         """The name of a node's value, having written how it is computed."""
@@ -237,5 +240,6 @@ class _Writer:
         if node.op == "recent_floor":
             return f"math.recent_floor({args[0]}, slots, {self._joined})"
         if node.op == "ring_sum":
-            return f"math.ring_sum(slots.rings[{rings(self._rule).index(node.data)}], slots)"
+            i = rings(self._rule).index(node.data)
+            return f"math.ring_sum(slots.rings[{i}], slots.widths[{i}], slots)"
         raise AssertionError(f"an expression has an operation {node.op} that Triton's functions do not know")

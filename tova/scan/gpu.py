@@ -25,7 +25,6 @@ from torch import Tensor
 from tova import rules
 from tova.kernels.triton_math import (
     INF,
-    Ring,
     Slots,
     Softmax,
     load_each,
@@ -208,7 +207,7 @@ class _Steps:
                 positions=slots.positions.contiguous(),
                 held=self._held,
                 records=tuple(as_bytes(self._records[name]) for name in triton_code.plain_records(rule)),
-                rings=tuple(ring_of(self._records[name]) for name in triton_code.rings(rule)),
+                rings=tuple(as_bytes(self._records[name]) for name in triton_code.rings(rule)),
                 features=tuple(slots.features[name].contiguous() for name in rule.features),
                 observed=slots.observed.contiguous(),
                 newest=slots.newest.contiguous(),
@@ -218,6 +217,7 @@ class _Steps:
             ),
             _Results(self.last, self._missed, self.doubtful),
             _Sizes(heads, steps, candidates, chunk.kept),
+            tuple(self._records[name].shape[1] for name in triton_code.rings(rule)),
             eviction_of(self._policy, chunk.schedule),
             softmax_of(chunk),
             triton_code.kernel_rule(rule, source.device),
@@ -273,11 +273,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def ring_of(record: Tensor) -> Ring:
-    """A ring's record [R, W, S] as kernels take it; ``entries`` points to the first row."""
-    return Ring(as_bytes(record), record.shape[1], record.shape[2])
-
-
 def scratch_for(rule: rules.Rule, rows: int, slots: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """Memory to put slots in order, int64 and float64 [R, S]; None if the rule does not ask for order."""
     if not triton_code.needs_order(rule):
@@ -316,7 +311,7 @@ class _Candidates(NamedTuple):
     records: Any
     """A tuple, [R, N] each."""
     rings: Any
-    """A tuple of :class:`Ring`, [R, W, N] each."""
+    """A tuple, [R, W, N] each."""
     features: Any
     """A tuple, float32 [R, N] each."""
     observed: Any
@@ -353,10 +348,12 @@ def _given(source, row, step, sizes, BLOCK: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _scan_kernel(  # type: ignore[no-untyped-def]
-    source, chunk, results, sizes, eviction, softmax, rule,
+    source, chunk, results, sizes, widths, eviction, softmax, rule,
     GIVEN: tl.constexpr, AHEAD: tl.constexpr, COUNTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One kept set through one chunk. Candidates are in position order, so ties go to the lower index.
+
+    ``widths`` are the rings', a tuple.
 
     What a step reads does not depend on what was dropped before, so it is asked for while earlier steps are at work:
     given weights two steps ahead, and with ``AHEAD``, where all heads fit at once, logits one step ahead. ``COUNTS``:
@@ -373,7 +370,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     position = tl.load(chunk.positions + at, mask=inside, other=-1)
     records = load_each(chunk.records, at, inside)
     features = load_each(chunk.features, at, inside)
-    rings = rings_of_row(chunk.rings, row)
+    rings = rings_of_row(chunk.rings, widths, candidates, row)
     scratch = None
     if chunk.scratch is not None:
         scratch = (chunk.scratch[0] + row * candidates, chunk.scratch[1] + row * candidates)
@@ -419,13 +416,16 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
             known = weight == weight  # NaN are all that the query sees, or none
             unknown = (newcomer & (known == 0)).to(tl.int32)
             missed += unknown
-            slots = Slots(n, inside, position, alive, records, features, rings, count, newest, observed, scratch, True)
+            slots = Slots(
+                n, inside, position, alive, records, features, rings, widths, candidates, count, newest, observed,
+                scratch, True,
+            )  # fmt: skip
             after, entries = rule.observe(tl.where(alive & known, weight, 0.0), slots, numbers)
             joined, first_entries = rule.admit(weight, numbers)
             if COUNTS:
                 counts = tl.where(joins, 1 - tl.max(unknown, 0), 0)
-                ring_write(rings, entries, observed, n, alive & (n * 0 + counts > 0))
-                ring_write(rings, first_entries, observed, n, newcomer & (n * 0 + counts > 0))
+                ring_write(slots, entries, alive & (n * 0 + counts > 0))
+                ring_write(slots, first_entries, newcomer & (n * 0 + counts > 0))
                 observed += counts
             records = where_each(known & (n < tl.where(joins, BLOCK, 0)), after, records)
             records = where_each(newcomer, rule.fill(numbers), records)
@@ -439,7 +439,10 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
         if results.doubtful is not None:
             to_rank = excess >= 0
         if to_rank:
-            slots = Slots(n, inside, position, alive, records, features, rings, count, newest, observed, scratch, True)
+            slots = Slots(
+                n, inside, position, alive, records, features, rings, widths, candidates, count, newest, observed,
+                scratch, True,
+            )  # fmt: skip
             score, free = rule.rank(slots, numbers)
             droppable = free & (score == score)
             if results.doubtful is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import os
+from functools import lru_cache
 
 import torch
 
@@ -19,9 +20,17 @@ SCANS = ("auto", "reference", "cpu", "gpu", "fixed_point")
 
 def has_triton(device: torch.device) -> bool:
     """Whether Triton is there and can run on ``device``: CUDA, or anything in its interpreter (TRITON_INTERPRET=1)."""
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    return (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1") and _knows_tuples()
+
+
+@lru_cache(maxsize=1)
+def _knows_tuples() -> bool:
+    """Whether there is a Triton of 3.4 or later: kernels take tuples, and functions among them."""
+    try:
+        major, minor, *_ = importlib.metadata.version("triton").split(".")
+        return (int(major), int(minor)) >= (3, 4)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
         return False
-    return importlib.util.find_spec("triton") is not None
 
 
 def select(name: str, policy: Policy, device: torch.device, dtype: torch.dtype) -> Scan:
