@@ -32,7 +32,6 @@ bench: $(READY) ## what replay, decoding and simulation cost: three tables; the 
 	$(BIN)/python -m experiments.run experiment=bench_simulation
 
 test-gpu: $(READY) ## the GPU's kernels: on a card, or in Triton's interpreter on a CPU
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[dev,gpu]' -c conf/constraints.txt
 	$(BIN)/python -m pytest tests/test_gpu.py tests/test_graphs.py
 
 notebooks: $(READY) ## execute analysis/*.py into notebooks, from the latest sweeps or the published frames

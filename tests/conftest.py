@@ -16,6 +16,9 @@ for variable in ("WANDB_MODE", "WANDB_DIR", "WANDB_PROJECT", "WANDB_API_KEY"):
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # the GPU's kernels are interpreted; to be said before Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+
 pytest.register_assert_rewrite("support")
 
 

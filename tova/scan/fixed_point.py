@@ -11,8 +11,8 @@ its choice is right. A round therefore settles at least one step more, and as th
 softmax, usually many. What the guess has dropped is given its weight all the same: were it left at 0, a position that
 turns out to be held would be chosen in the next step, and every round would settle just one.
 
-The rounds are plain torch on any device; on CUDA, where Triton is there and the rule is an expression, a round is two of
-the kernels of :mod:`tova.scan.gpu`. Any policy that a cache could run can be scanned, one's own included.
+The rounds here are plain torch, on any device; on CUDA, where Triton is there, :mod:`tova.scan.gpu` has rounds of two
+kernels each for policies whose rule is an expression. Any policy that a cache could run can be scanned, one's own included.
 
 Shape letters as in :mod:`tova.layer`.
 """

@@ -1,11 +1,13 @@
-"""The scan in Triton: the built-in policies, re-expressed, on a GPU.
+"""The scan in Triton: any policy whose rule is an expression, on a GPU.
 
-Two kernels, and a third that makes one of them parallel. ``_scan_kernel`` has one program per kept set, which goes
-through the steps of a chunk with the set's state in registers: softmax of every head over what is held, head average,
-record, victim. It reads the logits once, in whatever dtype they are, and accumulates in float32. ``_weights_kernel``,
-with a program for every query and head, turns logits into undivided weights once it is known who saw whom; policies
-that drop the oldest need nothing else. ``_rows_kernel`` computes the head-averaged weights of all steps under guessed
-drops, for :mod:`tova.scan.fixed_point`; the scan kernel then walks through these.
+Two kernels. ``_scan_kernel`` has one program per kept set, which goes through the steps of a chunk with the set's state
+in registers: softmax of every head over what is held, their mean, records, victims. It reads the logits once, in
+whatever dtype they are, and accumulates in float32. ``_rows_kernel``, one program per query, computes the mean weights
+of all steps under guessed drops, for :mod:`tova.scan.fixed_point`; the scan kernel then walks through these. Both only
+decide: what a query sees is mixed by :mod:`tova.backends.triton`.
+
+What a policy does comes from its rule (:mod:`tova.rules.triton_code`). A rule may hold a few records and features of
+one number each, :data:`~tova.rules.triton_code.MOST_NUMBERS` in all, and rings of any width.
 
 Without a GPU the kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` before Triton is imported), slowly.
 """
@@ -13,26 +15,36 @@ Without a GPU the kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` be
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tova.policies import Policy
-from tova.scan import Chunk, fixed_point, modes, reference
-
-OLDEST, LATEST, SUM, VOTES, RING, FEATURE = (
-    tl.constexpr(mode) for mode in (modes.OLDEST, modes.LATEST, modes.SUM, modes.VOTES, modes.RING, modes.FEATURE)
+from tova import rules
+from tova.kernels.triton_math import (
+    INF,
+    Slots,
+    Softmax,
+    load_each,
+    mean_over_heads,
+    ring_write,
+    rings_of_row,
+    store_each,
+    sum_over_heads,
+    tile_of_logits,
+    where_each,
 )
-MODES = {policy: mode for policy, mode in modes.MODES.items() if mode[0] != modes.RANDOM}
+from tova.policies.base import Policy, Schedule
+from tova.policies.contract import is_watched
+from tova.rules import triton_code
+from tova.scan import fixed_point, oldest_first, reference
+from tova.scan.chunk import Chunk, Decision, Scan
 
-MOST = 16384
+MOST_CANDIDATES = 16384
 """Candidates a program takes; a chunk with more (a long prompt in one shot) goes to the reference scan."""
 _NEVER = 2**31 - 1
-_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-_INF = tl.constexpr(float("inf"))
-_HIGHEST = tl.constexpr(80.0)  # as in tova.scan.fixed_point
 
 
 @dataclass
@@ -43,9 +55,9 @@ class Launch:
         tile: logits the scan kernel holds at once (heads times candidates, rounded up to powers of two).
         ahead: whether it asks for the next step's logits early, where all heads fit into a tile; takes registers.
         scan_warps: warps of a program that reads logits.
-        walk_warps: warps of a program that walks through head-averaged weights.
+        walk_warps: warps of a program that walks through mean weights.
         row_warps: warps of a program that works on one query.
-        attend_rows, attend_columns, attend_warps, attend_stages: queries and candidates a program of :mod:`tova.fused`
+        mix_rows, mix_columns, mix_warps, mix_stages: queries and candidates a program of :mod:`tova.backends.triton`
             holds at once, its warps, and how many tiles are on their way at a time.
     """
 
@@ -54,456 +66,394 @@ class Launch:
     scan_warps: int = 16
     walk_warps: int = 4
     row_warps: int = 4
-    attend_rows: int = 64
-    attend_columns: int = 64
-    attend_warps: int = 4
-    attend_stages: int = 2
+    mix_rows: int = 64
+    mix_columns: int = 64
+    mix_warps: int = 4
+    mix_stages: int = 2
 
 
 launch = Launch()
 """In force for all calls."""
 
 
+def why_not(policy: Policy, dtype: torch.dtype = torch.float32) -> str | None:
+    """Why the kernels cannot take ``policy`` on a model of ``dtype``, a sentence; None if they can."""
+    reason = rules.why_not(policy)
+    if reason is not None:
+        return reason
+    if rules.how_heads_combine(policy) == "rounded mean" and dtype != torch.float32:
+        return f"it rounds weights to {str(dtype).removeprefix('torch.')} before it combines them"
+    rule = rules.rule_of(policy)
+    assert isinstance(rule, rules.Rule)
+    return triton_code.why_not(rule)
+
+
 def supports(policy: Policy, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether the kernels know this very class (a subclass may have changed anything) on a model of ``dtype``."""
-    return type(policy) in MODES and not (policy.rounds_weights and dtype != torch.float32)
+    """Whether the kernels take ``policy`` on a model of ``dtype``; :func:`why_not` says why not."""
+    return why_not(policy, dtype) is None
 
 
 def fits(policy: Policy, chunk: Chunk) -> bool:
     """Whether the kernels can scan this very chunk."""
-    return supports(policy, chunk.dtype) and chunk.logits.shape[-1] <= MOST
+    if not supports(policy, chunk.dtype) or chunk.logits.shape[-1] > MOST_CANDIDATES:
+        return False
+    return all(chunk.slots.features[name].ndim == 2 for name in _rule(policy).features)
 
 
-def scan(policy: Policy, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-    """See :class:`tova.scan.Scan`; overwrites the logits. Weights come in the model's dtype, sums in float32."""
-    if not fits(policy, chunk) and needs_logits(policy, chunk):
-        return reference.scan(policy, chunk.scaled())
-    last = decide(policy, chunk)
-    return *weights_under(chunk, last), last
-
-
-def decide(policy: Policy, chunk: Chunk) -> Tensor:
-    """``last`` alone, int64 [R, N]. See :class:`tova.scan.Scan`."""
-    if not needs_logits(policy, chunk):
-        return fixed_point.closed_form(policy, chunk)
+def decide(policy: Policy, chunk: Chunk) -> Decision:
+    """See :class:`tova.scan.chunk.Scan`; ``last`` alone."""
+    if chunk.allowed is None and rules.drops_oldest(policy):
+        return Decision(oldest_first.last_seen(policy, chunk))
     if not fits(policy, chunk):
-        return reference.scan(policy, chunk.scaled())[2]
-    state = _State(policy, chunk)
-    state.go(chunk.logits, given=False)
-    state.store()
-    return state.last
+        return reference.decide(policy, chunk.scaled())
+    steps = _Steps(policy, chunk)
+    steps.go(chunk.logits, given=False)
+    if steps.doubtful is not None and bool(steps.doubtful.any()):
+        return reference.decide(policy, chunk.scaled())  # which finds out what is wrong, and says so
+    steps.store()
+    return Decision(steps.last)
 
 
-def needs_logits(policy: Policy, chunk: Chunk) -> bool:
-    """Whether counting alone does not say what is dropped when."""
-    return chunk.allowed is not None or not fixed_point.has_closed_form(policy)
+def decide_by_rounds(policy: Policy, chunk: Chunk, limit: int = fixed_point.LIMIT) -> Decision:
+    """As :func:`tova.scan.fixed_point.decide`, in kernels where they take the policy."""
+    if is_watched(policy) or not fits(policy, chunk) or (chunk.allowed is None and rules.drops_oldest(policy)):
+        return fixed_point.decide(policy, chunk, limit)
+    return Decision(fixed_point.solve(policy, chunk, KernelRounds(policy, chunk), limit))
 
 
-def weights_under(chunk: Chunk, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Undivided weights [R, H_g, C, N] in the model's dtype, and their sums float32 [R, H_g, C, 1].
-
-    ``last`` is int64 [R, N]. The weights take the place of the logits if the dtypes agree.
-    """
-    logits = chunk.logits.contiguous()
-    rows, heads, steps, candidates = logits.shape
-    weights = logits if logits.dtype == chunk.dtype else torch.empty_like(logits, dtype=chunk.dtype)
-    sums = torch.empty(rows, heads, steps, 1, dtype=torch.float32, device=logits.device)
-    _weights_kernel[(rows * heads * steps,)](
-        logits,
-        last,
-        _or(chunk.sinks, sums),
-        weights,
-        sums,
-        chunk.kept,
-        heads,
-        steps,
-        candidates,
-        *_scale(chunk),
-        HAS_SINKS=chunk.sinks is not None,
-        HAS_SOFTCAP=chunk.softcap is not None,
-        BLOCK=min(triton.next_power_of_2(candidates), 2048),
-        num_warps=launch.row_warps,
-    )
-    return weights, sums
+SCAN = Scan("gpu", decide, reads_products=True)
+FIXED_POINT = Scan("fixed_point", decide_by_rounds, reads_products=True)
 
 
-class Walk:
-    """The rounds of :func:`tova.scan.fixed_point.solve` as kernels; a walk begins anew each time, since it is short."""
+class KernelRounds:
+    """See :class:`tova.scan.fixed_point.Rounds`; a walk begins anew each time, since it is short."""
 
     def __init__(self, policy: Policy, chunk: Chunk) -> None:
         rows, _, steps, candidates = chunk.logits.shape
-        self.policy, self.chunk = policy, chunk
-        self.logits = chunk.logits.contiguous()
-        self.weights = torch.zeros(rows, steps, candidates, dtype=torch.float32, device=self.logits.device)
-        self.state: _State | None = None
+        self._policy, self._chunk = policy, chunk
+        self._logits = chunk.logits.contiguous()
+        self._rows = torch.zeros(rows, steps, candidates, dtype=torch.float32, device=chunk.logits.device)
+        self._taken: _Steps | None = None
 
-    def look(self, last: Tensor, begin: int) -> None:
-        """See :class:`tova.scan.fixed_point.Walk`."""
-        if not self.policy.reads_attention:
+    def compute_rows(self, last: Tensor, begin: int) -> None:
+        """See :class:`tova.scan.fixed_point.Rounds`."""
+        if not _rule(self._policy).reads_weights:
             return
-        chunk = self.chunk
-        rows, heads, steps, candidates = self.logits.shape
+        rows, heads, steps, candidates = self._logits.shape
         block = triton.next_power_of_2(candidates)
         _rows_kernel[(rows * (steps - begin),)](
-            self.logits,
-            last,
-            _or(chunk.sinks, self.weights),
-            self.weights,
+            self._logits,
+            last.contiguous(),
+            self._rows,
             begin,
-            chunk.kept,
-            heads,
-            steps,
-            candidates,
-            *_scale(chunk),
-            HAS_SINKS=chunk.sinks is not None,
-            HAS_SOFTCAP=chunk.softcap is not None,
-            BLOCK_H=_heads_at_once(heads, block, 4096),
+            _Sizes(heads, steps, candidates, self._chunk.kept),
+            softmax_of(self._chunk),
+            BLOCK_H=heads_at_once(heads, block, 4096),
             BLOCK=block,
             num_warps=launch.row_warps,
         )
 
-    def pick(self, begin: int) -> Tensor:
-        """See :class:`tova.scan.fixed_point.Walk`."""
-        return self._go(self.weights.unsqueeze(1), given=True)
+    def choose_from_rows(self, begin: int) -> Tensor:
+        """See :class:`tova.scan.fixed_point.Rounds`."""
+        return self._go(self._rows.unsqueeze(1), given=True)
 
-    def one_by_one(self, begin: int) -> Tensor:
-        """See :class:`tova.scan.fixed_point.Walk`."""
-        return self._go(self.logits, given=False)
+    def choose_step_by_step(self, begin: int) -> Tensor:
+        """See :class:`tova.scan.fixed_point.Rounds`."""
+        return self._go(self._logits, given=False)
 
-    def done(self) -> None:
-        """See :class:`tova.scan.fixed_point.Walk`."""
-        assert self.state is not None
-        self.state.store()
+    def store(self) -> None:
+        """See :class:`tova.scan.fixed_point.Rounds`."""
+        if self._taken is not None:
+            self._taken.store()
 
     def _go(self, source: Tensor, *, given: bool) -> Tensor:
-        self.state = _State(self.policy, self.chunk)
-        self.state.go(source, given=given)
-        return self.state.last
+        self._taken = _Steps(self._policy, self._chunk)
+        self._taken.go(source, given=given)
+        return self._taken.last
 
 
-class _State:
-    """What the scan kernel changes, in copies of its own until :meth:`store` puts them into the chunk's slots."""
+class _Steps:
+    """What the scan kernel changes, in copies of its own until :meth:`store` puts them into the chunk's slots.
+
+    Attributes:
+        last: int64 [R, N], see :class:`tova.scan.chunk.Decision`.
+        doubtful: uint8 [R], for a policy that is watched: rows in which something could not be ranked, or in which
+            there was too little to choose from. None if it is not watched.
+    """
 
     def __init__(self, policy: Policy, chunk: Chunk) -> None:
         slots = chunk.slots
-        self.policy, self.chunk = policy, chunk
-        self.mode, self.record, self.feature = MODES[type(policy)]
-        self.held = slots.held.to(torch.uint8)
-        self.last = torch.empty_like(slots.positions)
-        self.blind = torch.zeros_like(slots.observed)
-        self.numbers = self.scratch = None
-        if self.record == "ring":
-            # The kernel wants the candidates of one step next to each other; newcomers begin at nothing.
-            self.numbers = slots["ring"].transpose(1, 2).contiguous()
-            self.numbers[..., chunk.kept :] = 0.0
-            self.scratch = torch.empty(slots.held.shape, dtype=torch.float64, device=slots.held.device)
-        elif self.record is not None:
-            self.numbers = slots[self.record].clone(memory_format=torch.contiguous_format)
+        self._policy, self._chunk, self._rule = policy, chunk, _rule(policy)
+        self._held = slots.held.to(torch.uint8)
+        self._missed = torch.zeros_like(slots.observed)
+        self._records = {
+            name: slots.records[name].clone(memory_format=torch.contiguous_format) for name in self._rule.records
+        }
+        self.last = torch.empty_like(slots.positions, memory_format=torch.contiguous_format)
+        self.doubtful = None
+        if is_watched(policy):
+            self.doubtful = torch.zeros(len(slots.held), dtype=torch.uint8, device=slots.held.device)
 
     def go(self, source: Tensor, *, given: bool) -> None:
         """Walk through the chunk over ``source``: logits [R, H_g, C, N], or given weights float32 [R, 1, C, N]."""
-        policy, chunk, slots = self.policy, self.chunk, self.chunk.slots
+        chunk, slots, rule = self._chunk, self._chunk.slots, self._rule
         source = source.contiguous()
         rows, heads, steps, candidates = source.shape
-        recent = policy.newest_protected
         block = triton.next_power_of_2(candidates)
-        at_once = 1 if given else _heads_at_once(heads, block, launch.tile)
-        feature = None if self.feature is None else slots.features[self.feature].contiguous()
+        at_once = 1 if given else heads_at_once(heads, block, launch.tile)
         _scan_kernel[(rows,)](
             source,
-            slots.positions.contiguous(),
-            self.held,
-            self.last,
-            _or(self.numbers, source),
-            _or(self.scratch, source),
-            _or(feature, source),
-            _or(chunk.allowed, self.held),
-            _or(chunk.real, self.held),
-            _or(chunk.sinks, source),
-            slots.observed.contiguous(),
-            self.blind,
-            chunk.kept,
-            min(chunk.trigger, _NEVER),
-            min(chunk.remains, _NEVER),
-            policy.sinks,
-            recent,
-            heads,
-            steps,
-            candidates,
-            *_scale(chunk),
-            MODE=self.mode,
-            IN_NUMBERS=self.record not in (None, "ring"),
-            READS=policy.reads_attention,
+            _Candidates(
+                positions=slots.positions.contiguous(),
+                held=self._held,
+                records=tuple(as_bytes(self._records[name]) for name in triton_code.plain_records(rule)),
+                rings=tuple(as_bytes(self._records[name]) for name in triton_code.rings(rule)),
+                features=tuple(slots.features[name].contiguous() for name in rule.features),
+                observed=slots.observed.contiguous(),
+                newest=slots.newest.contiguous(),
+                allowed=None if chunk.allowed is None else as_bytes(chunk.allowed.contiguous()),
+                not_padding=None if chunk.not_padding is None else as_bytes(chunk.not_padding.contiguous()),
+                scratch=scratch_for(rule, rows, candidates, source.device),
+            ),
+            _Results(self.last, self._missed, self.doubtful),
+            _Sizes(heads, steps, candidates, chunk.kept),
+            tuple(self._records[name].shape[1] for name in triton_code.rings(rule)),
+            eviction_of(self._policy, chunk.schedule),
+            softmax_of(chunk),
+            triton_code.kernel_rule(rule, source.device),
             GIVEN=given,
-            OWN=type(policy).admitted is not Policy.admitted,
-            HAS_FEATURE=feature is not None,
-            HAS_ALLOWED=chunk.allowed is not None,
-            HAS_REAL=chunk.real is not None,
-            HAS_SINKS=chunk.sinks is not None,
-            HAS_SOFTCAP=chunk.softcap is not None,
-            RECENT=min(recent, 2),
-            WIDTH=slots["ring"].shape[-1] if self.record == "ring" else 1,
-            POOL=getattr(policy, "pool_kernel", 1),
+            AHEAD=launch.ahead and not given and at_once >= heads,
+            COUNTS=triton_code.counts_steps(rule),
             BLOCK_H=at_once,
             BLOCK=block,
-            AHEAD=launch.ahead and not given and at_once >= heads,
-            num_warps=launch.walk_warps if given or not policy.reads_attention else launch.scan_warps,
+            num_warps=launch.walk_warps if given or not rule.reads_weights else launch.scan_warps,
+            enable_fp_fusion=False,
         )
 
     def store(self) -> None:
         """Let the chunk's slots be as they are after the last step."""
-        slots = self.chunk.slots
-        slots.held = self.held.bool()
-        if self.record == "ring":
-            assert self.numbers is not None
-            slots.records["ring"] = self.numbers.transpose(1, 2).contiguous()
-        elif self.record is not None:
-            assert self.numbers is not None
-            slots.records[self.record] = self.numbers
-        fixed_point.advance(self.policy, self.chunk)
-        if self.policy.reads_attention:
-            slots.observed = slots.observed - self.blind
+        slots = self._chunk.slots
+        slots.held = self._held.bool()
+        slots.records = dict(self._records)
+        self._chunk.count_steps(self._policy)
+        if self._policy.reads_attention:
+            slots.observed = slots.observed - self._missed
 
 
-def _or(tensor: Tensor | None, instead: Tensor) -> Tensor:
-    """A kernel's optional argument: any pointer does where it is not read."""
-    return instead if tensor is None else tensor.contiguous()
+# -- what kernels are given, for this module and the decode step -------------------------------------------------------
 
 
-def _scale(chunk: Chunk) -> tuple[float, float]:
-    return chunk.scaling, 1.0 if chunk.softcap is None else chunk.softcap
+class Eviction(NamedTuple):
+    """When something is dropped, and down to what."""
+
+    evict_at: Any
+    leaves: Any
+    sink_tokens: Any
+    """First tokens that stay even where nothing can be ranked."""
 
 
-def _heads_at_once(heads: int, block: int, tile: int) -> int:
+def eviction_of(policy: Policy, schedule: Schedule) -> Eviction:
+    """As kernels take it; numbers that no row reaches are cut to 32 bits, so that they are all of one type."""
+    return Eviction(*(min(n, _NEVER) for n in (schedule.evict_at, schedule.leaves, policy.sinks)))
+
+
+def softmax_of(attention: Any) -> Softmax:
+    """How a :class:`Chunk` or an :class:`tova.layer.Attention` makes weights of a product; sink logits [R, H_g]."""
+    sink_logits = attention.sink_logits
+    return Softmax(attention.scaling, attention.softcap, None if sink_logits is None else sink_logits.contiguous())
+
+
+def heads_at_once(heads: int, block: int, tile: int) -> int:
+    """How many heads a program takes at once if it holds ``tile`` numbers of ``block`` candidates each."""
     return max(1, min(triton.next_power_of_2(heads), tile // block))
 
 
-@triton.jit
-def _scaled(x, scaling, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 logits of a raw product."""
-    x = x.to(tl.float32) * scaling
-    if HAS_SOFTCAP:
-        x = softcap * (1.0 - 2.0 / (tl.exp(2.0 * x / softcap) + 1.0))  # softcap * tanh(x / softcap)
-    return x
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory; Triton reads bools as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def scratch_for(rule: rules.Rule, rows: int, slots: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Memory to put slots in order, int64 and float64 [R, S]; None if the rule does not ask for order."""
+    if not triton_code.needs_order(rule):
+        return None
+    return (
+        torch.empty(rows, slots, dtype=torch.int64, device=device),
+        torch.empty(rows, slots, dtype=torch.float64, device=device),
+    )
+
+
+def _rule(policy: Policy) -> rules.Rule:
+    rule = rules.rule_of(policy)
+    assert isinstance(rule, rules.Rule)
+    return rule
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+class _Sizes(NamedTuple):
+    """H_g, C, N, and how many of the N were held before the chunk."""
+
+    heads: Any
+    steps: Any
+    candidates: Any
+    kept: Any
+
+
+class _Candidates(NamedTuple):
+    """Pointers to a chunk's slots; ``held``, records and rings are changed in place."""
+
+    positions: Any
+    """int64 [R, N]"""
+    held: Any
+    """uint8 [R, N]"""
+    records: Any
+    """A tuple, [R, N] each."""
+    rings: Any
+    """A tuple, [R, W, N] each."""
+    features: Any
+    """A tuple, float32 [R, N] each."""
+    observed: Any
+    """int64 [R]"""
+    newest: Any
+    """int64 [R]"""
+    allowed: Any
+    """uint8 [R, C, N], or None"""
+    not_padding: Any
+    """uint8 [R, C], or None"""
+    scratch: Any
+    """int64 and float64 [R, N], or None"""
+
+
+class _Results(NamedTuple):
+    """Pointers to what comes out."""
+
+    last: Any
+    """int64 [R, N]"""
+    missed: Any
+    """int64 [R]: steps whose weights were not finite."""
+    doubtful: Any
+    """uint8 [R], or None; see :class:`_Steps`."""
 
 
 @triton.jit
-def _head_average(  # type: ignore[no-untyped-def]
-    logits, sinks, row, step, seen, loadable, heads, steps, candidates, scaling, softcap,
-    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, OTHERS: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """float32 [BLOCK]: weights of one query beside what is ``seen``, averaged over heads.
-
-    Zero elsewhere, or, with ``OTHERS``, what the other ``loadable`` ones would weigh with the same sums. What is
-    loadable is known earlier than what is seen, so loads need not wait. NaN everywhere if what a head sees is not
-    finite, or if it sees nothing.
-    """
-    average = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, heads, BLOCK_H):
-        x = _tile(logits, row, step, first, loadable, heads, steps, candidates, BLOCK_H, BLOCK)
-        average += _sum_over_heads(
-            x, sinks, row, first, seen, loadable, heads, scaling, softcap, HAS_SINKS, HAS_SOFTCAP, OTHERS, BLOCK_H
-        )
-    return average / heads
-
-
-@triton.jit
-def _tile(  # type: ignore[no-untyped-def]
-    logits, row, step, first, loadable, heads, steps, candidates, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr
-):
-    """[BLOCK_H, BLOCK]: the logits of one query as they are stored, of the heads from ``first`` on."""
-    n = tl.arange(0, BLOCK)
-    h = first + tl.arange(0, BLOCK_H)
-    at = ((row * heads + h.to(tl.int64)) * steps + step) * candidates
-    return tl.load(logits + at[:, None] + n[None, :], mask=(h < heads)[:, None] & loadable[None, :], other=0.0)
-
-
-@triton.jit
-def _sum_over_heads(  # type: ignore[no-untyped-def]
-    x, sinks, row, first, seen, loadable, heads, scaling, softcap,
-    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, OTHERS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """float32 [BLOCK]: weights of a :func:`_tile`, see :func:`_head_average`."""
-    h = first + tl.arange(0, BLOCK_H)
-    there = h < heads
-    x = tl.where(there[:, None] & loadable[None, :], _scaled(x, scaling, softcap, HAS_SOFTCAP), -_INF)
-    if OTHERS:
-        top = tl.max(tl.where(seen[None, :], x, -_INF), 1)
-    else:
-        x = tl.where(seen[None, :], x, -_INF)
-        top = tl.max(x, 1)
-    if HAS_SINKS:
-        sink = tl.load(sinks + row * heads + h, mask=there, other=-_INF)
-        top = tl.maximum(top, sink)
-    top = tl.maximum(top, _LOWEST)
-    if OTHERS:
-        above = x - top[:, None]
-        weight = tl.exp(tl.where(above > _HIGHEST, _HIGHEST, above))  # a minimum may be of NaN what is not
-        total = tl.sum(tl.where(seen[None, :], weight, 0.0), 1)
-    else:
-        weight = tl.exp(x - top[:, None])
-        total = tl.sum(weight, 1)
-    if HAS_SINKS:
-        total += tl.exp(sink - top)
-    total = tl.where(there, total, 1.0)  # there it may be NaN or 0, and what is divided by it is NaN
-    return tl.sum(weight / total[:, None], 0)
-
-
-@triton.jit
-def _observed(  # type: ignore[no-untyped-def]
-    number, attn, alive, newcomer, count, MODE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr
-):
-    """float32 [BLOCK]: the record after a step whose weights were ``attn``, the newcomer's own included.
-
-    A policy sees the weights on the ``count`` that were held before the newest token joined; where they are NaN, which
-    is everywhere or nowhere, records stay and the newcomer's is as at any admission.
-    """
-    known = attn == attn
-    shown = tl.where(alive & known, attn, 0.0)
-    own = tl.where(known, attn, 0.0) if OWN else tl.zeros([BLOCK], tl.float32)
-    if MODE == LATEST:
-        unobserved = tl.full([BLOCK], float("nan"), tl.float32)
-        fresh = attn if OWN else unobserved
-        number = tl.where(newcomer, fresh, tl.where(known, shown, number))
-    if MODE == SUM:
-        number = tl.where(newcomer, own, number + shown)
-    if MODE == VOTES:
-        # Double precision, as the policy is defined.
-        fair = tl.full([1], 1.0, tl.float64) / tl.maximum(count, 1).to(tl.float64)
-        vote = alive & (attn.to(tl.float64) > fair)
-        number = tl.where(newcomer, 0.0, number + vote.to(tl.float32))
-    return number
-
-
-@triton.jit
-def _given(source, row, step, kept, steps, candidates, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _given(source, row, step, sizes, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 [BLOCK]: the given weights of one step; nothing past the last."""
     n = tl.arange(0, BLOCK)
-    mask = (n < candidates) & (n <= kept + step) & (n * 0 + step < steps)  # step may be a plain number
-    return tl.load(source + (row * steps + step) * candidates + n, mask=mask, other=0.0)
+    # The step may be a plain number.
+    mask = (n < sizes.candidates) & (n <= sizes.kept + step) & (n * 0 + step < sizes.steps)
+    return tl.load(source + (row * sizes.steps + step) * sizes.candidates + n, mask=mask, other=0.0)
 
 
 @triton.jit
 def _scan_kernel(  # type: ignore[no-untyped-def]
-    source, positions, held, last_out, numbers, scratch, feature, allowed, real, sinks, observed_at, blind_out,
-    kept, trigger, remains, sink_tokens, recent, heads, steps, candidates, scaling, softcap,
-    MODE: tl.constexpr, IN_NUMBERS: tl.constexpr, READS: tl.constexpr, GIVEN: tl.constexpr, OWN: tl.constexpr,
-    HAS_FEATURE: tl.constexpr, HAS_ALLOWED: tl.constexpr, HAS_REAL: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, RECENT: tl.constexpr, WIDTH: tl.constexpr, POOL: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    source, chunk, results, sizes, widths, eviction, softmax, rule,
+    GIVEN: tl.constexpr, AHEAD: tl.constexpr, COUNTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One kept set through one chunk. Candidates are in position order, so ties go to the lower index.
 
-    ``blind_out`` takes how many real steps had weights that were not finite.
+    ``widths`` are the rings', a tuple.
 
     What a step reads does not depend on what was dropped before, so it is asked for while earlier steps are at work:
-    given weights two steps ahead, and with ``AHEAD``, where all heads fit at once, logits one step ahead.
+    given weights two steps ahead, and with ``AHEAD``, where all heads fit at once, logits one step ahead. ``COUNTS``:
+    the rule, or a ring, asks how many steps were observed.
     """
     row = tl.program_id(0).to(tl.int64)
+    heads, steps, candidates, kept = sizes
     n = tl.arange(0, BLOCK)
     inside = n < candidates
-    alive = tl.load(held + row * candidates + n, mask=inside, other=0) != 0
+    at = row * candidates + n
+    numbers = rule.numbers(rule.ints, rule.floats)
+    alive = tl.load(chunk.held + at, mask=inside, other=0) != 0
     last = tl.where(alive, steps, -1)
-    free = tl.load(positions + row * candidates + n, mask=inside, other=0) >= sink_tokens
-    number = tl.zeros([BLOCK], tl.float32)
-    if IN_NUMBERS:
-        number = tl.load(numbers + row * candidates + n, mask=inside, other=0.0)
-    if HAS_FEATURE:
-        value = tl.load(feature + row * candidates + n, mask=inside, other=0.0)
-    ring = numbers + row * WIDTH * candidates
-    dense = scratch + row * candidates
-    observed = tl.load(observed_at + row)
-    blind = tl.zeros([BLOCK], tl.int32)
-    count = tl.sum(alive.to(tl.int32), 0)
-    if READS and GIVEN:
-        next_given = _given(source, row, 0, kept, steps, candidates, BLOCK)
-        after_next = _given(source, row, 1, kept, steps, candidates, BLOCK)
-    if READS and AHEAD:
-        next_tile = _tile(source, row, 0, 0, inside & (n <= kept), heads, steps, candidates, BLOCK_H, BLOCK)
+    position = tl.load(chunk.positions + at, mask=inside, other=-1)
+    records = load_each(chunk.records, at, inside)
+    features = load_each(chunk.features, at, inside)
+    rings = rings_of_row(chunk.rings, widths, candidates, row)
+    scratch = None
+    if chunk.scratch is not None:
+        scratch = (chunk.scratch[0] + row * candidates, chunk.scratch[1] + row * candidates)
+    observed = tl.load(chunk.observed + row)
+    newest = tl.load(chunk.newest + row)
+    count = tl.sum(alive.to(tl.int64), 0)
+    missed = tl.zeros([BLOCK], tl.int32)
+    doubtful = 0
+    if GIVEN and rule.observe is not None:
+        next_given = _given(source, row, 0, sizes, BLOCK)
+        after_next = _given(source, row, 1, sizes, BLOCK)
+    if AHEAD and rule.observe is not None:
+        next_tile = tile_of_logits(source, row, 0, 0, inside & (n <= kept), heads, steps, candidates, BLOCK_H)
     for i in range(steps):
         m = kept + i
-        is_real = True
-        if HAS_REAL:
-            is_real = tl.load(real + row * steps + i) != 0
-        newcomer = n == tl.where(is_real, m, BLOCK)
-        if HAS_ALLOWED:  # the layer's own sliding window moves on
-            may = tl.load(allowed + (row * steps + i) * candidates + n, mask=inside, other=0) != 0
-            gone = alive & (may == 0) & (n < tl.where(is_real, BLOCK, 0))
+        joins = True
+        if chunk.not_padding is not None:
+            joins = tl.load(chunk.not_padding + row * steps + i) != 0
+        newcomer = n == tl.where(joins, m, BLOCK)
+        if chunk.allowed is not None:  # the layer's own sliding window moves on
+            may = tl.load(chunk.allowed + (row * steps + i) * candidates + n, mask=inside, other=0) != 0
+            gone = alive & (may == 0) & (n < tl.where(joins, BLOCK, 0))
             last = tl.where(gone, i - 1, last)
             alive = alive & (gone == 0)
-            count = tl.sum(alive.to(tl.int32), 0)
-        if READS:
+            count = tl.sum(alive.to(tl.int64), 0)
+        if rule.observe is not None:
             if GIVEN:
-                attn = tl.where(alive | newcomer, next_given, 0.0)
+                weight = tl.where(alive | newcomer, next_given, 0.0)
                 next_given = after_next
-                after_next = _given(source, row, i + 2, kept, steps, candidates, BLOCK)
+                after_next = _given(source, row, i + 2, sizes, BLOCK)
             elif AHEAD:
                 tile = next_tile
                 following = inside & (n <= m + 1) & (n * 0 + i + 1 < steps)
-                next_tile = _tile(source, row, i + 1, 0, following, heads, steps, candidates, BLOCK_H, BLOCK)
-                attn = _sum_over_heads(
-                    tile, sinks, row, 0, alive | newcomer, inside & (n <= m), heads, scaling, softcap,
-                    HAS_SINKS, HAS_SOFTCAP, False, BLOCK_H,
+                next_tile = tile_of_logits(source, row, i + 1, 0, following, heads, steps, candidates, BLOCK_H)
+                weight = sum_over_heads(
+                    tile, row, 0, alive | newcomer, inside & (n <= m), heads, softmax, False
                 ) / heads  # fmt: skip
             else:
-                attn = _head_average(
-                    source, sinks, row, i, alive | newcomer, inside & (n <= m), heads, steps, candidates,
-                    scaling, softcap, HAS_SINKS, HAS_SOFTCAP, False, BLOCK_H, BLOCK,
+                weight = mean_over_heads(
+                    source, row, i, alive | newcomer, inside & (n <= m), heads, steps, candidates, softmax,
+                    False, BLOCK_H,
                 )  # fmt: skip
-            # The newcomer is seen by every row, so its weight is NaN if and only if the row is not finite.
-            unknown = (newcomer & (attn != attn)).to(tl.int32)
-            blind += unknown
-            if MODE == RING:
-                lost = tl.max(unknown, 0)
-                if HAS_REAL:
-                    lost = tl.where(is_real, lost, 1)
-                turn = observed % WIDTH
-                tl.store(ring + turn * candidates + n, tl.where(alive, attn, 0.0), mask=inside & (n * 0 + lost == 0))
-                observed += 1 - lost
-            else:
-                number = tl.where(is_real, _observed(number, attn, alive, newcomer, count, MODE, OWN, BLOCK), number)
+            known = weight == weight  # NaN are all that the query sees, or none
+            unknown = (newcomer & (known == 0)).to(tl.int32)
+            missed += unknown
+            slots = Slots(
+                n, inside, position, alive, records, features, rings, widths, candidates, count, newest, observed,
+                scratch, True,
+            )  # fmt: skip
+            after, entries = rule.observe(tl.where(alive & known, weight, 0.0), slots, numbers)
+            joined, first_entries = rule.admit(weight, numbers)
+            if COUNTS:
+                counts = tl.where(joins, 1 - tl.max(unknown, 0), 0)
+                ring_write(slots, entries, alive & (n * 0 + counts > 0))
+                ring_write(slots, first_entries, newcomer & (n * 0 + counts > 0))
+                observed += counts
+            records = where_each(known & (n < tl.where(joins, BLOCK, 0)), after, records)
+            records = where_each(newcomer, rule.fill(numbers), records)
+            records = where_each(newcomer & known, joined, records)
         alive = alive | newcomer
         last = tl.where(newcomer, steps, last)
-        count += tl.where(is_real, 1, 0)
-        excess = tl.where(count >= trigger, count - remains, 0)
-        if excess > 0:
-            droppable = alive & free
-            if RECENT == 1:
-                droppable = droppable & (n != m)
-            if RECENT == 2:
-                after = count - tl.cumsum(alive.to(tl.int32), 0)
-                droppable = droppable & (after >= recent)
-            if MODE == OLDEST:
-                score = n.to(tl.float32)
-            elif MODE == FEATURE:
-                score = -value
-            elif MODE == RING:
-                # Other threads have written what is read now, and will write again what was read.
-                tl.debug_barrier()
-                score = tl.zeros([BLOCK], tl.float64)
-                for w in tl.static_range(WIDTH):
-                    score += tl.load(ring + w * candidates + n, mask=inside, other=0.0).to(tl.float64)
-                if POOL > 1:
-                    rank = tl.cumsum(alive.to(tl.int32), 0) - 1
-                    tl.store(dense + rank, score, mask=alive)
-                    tl.debug_barrier()
-                    for d in tl.static_range(POOL):
-                        near = rank + (d - POOL // 2)
-                        there = alive & (near >= 0) & (near < count)
-                        other = tl.load(dense + near, mask=there, other=-_INF)
-                        score = tl.maximum(score, other)
-                tl.debug_barrier()
-            elif HAS_FEATURE:
-                score = number * value
-            else:
-                score = number
-            droppable = droppable & (score == score)
+        newest = tl.where(joins, tl.load(chunk.positions + row * candidates + m), newest)
+        count += tl.where(joins, 1, 0)
+        excess = tl.where(count >= eviction.evict_at, count - eviction.leaves, 0)
+        to_rank = excess > 0
+        if results.doubtful is not None:
+            to_rank = excess >= 0
+        if to_rank:
+            slots = Slots(
+                n, inside, position, alive, records, features, rings, widths, candidates, count, newest, observed,
+                scratch, True,
+            )  # fmt: skip
+            score, free = rule.rank(slots, numbers)
+            droppable = free & (score == score)
+            if results.doubtful is not None:
+                short = tl.sum(droppable.to(tl.int64), 0) < excess
+                doubtful += tl.max((free & (score != score)).to(tl.int32), 0) + short.to(tl.int32)
             for _ in range(excess):
-                ranked = tl.where(droppable, score, _INF)
+                ranked = tl.where(droppable, score, INF)
                 low, lowest = tl.min(ranked, 0, return_indices=True, return_indices_tie_break_left=True)
-                if low == _INF:  # infinite scores come last, then the oldest of what has none
-                    turn_of = tl.where(droppable, n, tl.where(alive & free, BLOCK + n, 2 * BLOCK))
+                if low == INF:  # infinite scores come last, then the oldest of what has none
+                    others = alive & (position >= eviction.sink_tokens)
+                    turn_of = tl.where(droppable, n, tl.where(others, BLOCK + n, 2 * BLOCK))
                     first_turn = tl.min(turn_of, 0)
                     lowest = tl.where(first_turn < 2 * BLOCK, first_turn % BLOCK, BLOCK)
                 victim = n == lowest
@@ -511,65 +461,27 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
                 alive = alive & (victim == 0)
                 droppable = droppable & (victim == 0)
                 count -= tl.where(lowest < BLOCK, 1, 0)
-    tl.store(held + row * candidates + n, alive.to(tl.uint8), mask=inside)
-    tl.store(last_out + row * candidates + n, last.to(tl.int64), mask=inside)
-    tl.store(blind_out + row, tl.sum(blind, 0).to(tl.int64))
-    if IN_NUMBERS:
-        tl.store(numbers + row * candidates + n, number, mask=inside)
+    tl.store(chunk.held + at, alive.to(tl.uint8), mask=inside)
+    tl.store(results.last + at, last.to(tl.int64), mask=inside)
+    tl.store(results.missed + row, tl.sum(missed, 0).to(tl.int64))
+    if results.doubtful is not None:
+        tl.store(results.doubtful + row, tl.where(doubtful > 0, 1, 0))
+    store_each(chunk.records, at, records, inside)
 
 
 @triton.jit
 def _rows_kernel(  # type: ignore[no-untyped-def]
-    logits, last_in, sinks, out, begin, kept, heads, steps, candidates, scaling, softcap,
-    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits, last_in, out, begin, sizes, softmax, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr
+):
     """One step of one kept set: its weights, summed under guessed drops, averaged over heads."""
+    heads, steps, candidates, kept = sizes
     span = steps - begin
     row = (tl.program_id(0) // span).to(tl.int64)
     i = begin + tl.program_id(0) % span
     n = tl.arange(0, BLOCK)
     known = (n < candidates) & (n <= kept + i)
     last = tl.load(last_in + row * candidates + n, mask=known, other=-1)
-    average = _head_average(
-        logits, sinks, row, i, known & (last >= i), known, heads, steps, candidates, scaling, softcap,
-        HAS_SINKS, HAS_SOFTCAP, True, BLOCK_H, BLOCK,
+    mean = mean_over_heads(
+        logits, row, i, known & (last >= i), known, heads, steps, candidates, softmax, True, BLOCK_H
     )  # fmt: skip
-    tl.store(out + (row * steps + i) * candidates + n, average, mask=n < candidates)
-
-
-@triton.jit
-def _weights_kernel(  # type: ignore[no-untyped-def]
-    logits, last_in, sinks, out, sums, kept, heads, steps, candidates, scaling, softcap,
-    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One query of one head: logits into undivided weights on what it saw, and their sum."""
-    query = tl.program_id(0).to(tl.int64)
-    i = query % steps
-    row = query // (heads * steps)
-    logits += query * candidates
-    out += query * candidates
-    last_in += row * candidates
-    top = tl.full([BLOCK], -_INF, tl.float32)
-    for first in range(0, candidates, BLOCK):
-        n = first + tl.arange(0, BLOCK)
-        known = (n < candidates) & (n <= kept + i)
-        seen = known & (tl.load(last_in + n, mask=known, other=-1) >= i)
-        x = _scaled(tl.load(logits + n, mask=seen, other=0.0), scaling, softcap, HAS_SOFTCAP)
-        top = tl.maximum(top, tl.where(seen, x, -_INF))
-    top = tl.max(top, 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks + query // steps)
-        top = tl.maximum(top, sink)
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, candidates, BLOCK):
-        n = first + tl.arange(0, BLOCK)
-        known = (n < candidates) & (n <= kept + i)
-        seen = known & (tl.load(last_in + n, mask=known, other=-1) >= i)
-        x = _scaled(tl.load(logits + n, mask=seen, other=0.0), scaling, softcap, HAS_SOFTCAP)
-        weight = tl.where(seen, tl.exp(x - top), 0.0)
-        total += weight
-        tl.store(out + n, weight.to(out.dtype.element_ty), mask=n < candidates)
-    total = tl.sum(total, 0)
-    if HAS_SINKS:
-        total += tl.exp(sink - top)
-    tl.store(sums + query, total)
+    tl.store(out + (row * steps + i) * candidates + n, mean, mask=n < candidates)

@@ -41,12 +41,10 @@ def decisions(shape: Shape, device: torch.device) -> Iterator[Row]:
             watched, gaps = _watched(policy)
 
             def chunk(policy: Policy, logits: Tensor) -> Chunk:
-                return Chunk(
-                    logits, empty_slots(policy, shape.rows, steps, device), 0, policy.budget + 1, policy.budget
-                )
+                return Chunk(logits, empty_slots(policy, shape.rows, steps, device), 0, policy.schedule())
 
             reference = select("reference", policy, device, torch.float32)
-            _, _, right = reference(watched, chunk(watched, logits.float()))
+            right = reference.decide(watched, chunk(watched, logits.float())).last
             for scan in scans(device):
                 row: Row = {"policy": name, "dtype": dtype, "scan": scan, "decisions": right.numel()}
                 if scan == "reference":
@@ -54,7 +52,7 @@ def decisions(shape: Shape, device: torch.device) -> Iterator[Row]:
                 with reported(row), fixed_point.counting() as heard:
                     made = chunk(policy, logits.clone())
                     made.dtype = logits.dtype
-                    _, _, last = select(scan, policy, device, logits.dtype)(policy, made)
+                    last = select(scan, policy, device, logits.dtype).decide(policy, made).last
                     row |= _compared(last, right, gaps)
                     row["rounds"] = max((solved.rounds for solved in heard), default=None)
                 yield row

@@ -58,7 +58,8 @@ def launch(shape: Shape, device: torch.device) -> Iterator[Row]:
     import torch
 
     from tova import policies
-    from tova.scan import Chunk, has_triton
+    from tova.scan import Chunk
+    from tova.scan.select import has_triton
 
     if not has_triton(device):
         return
@@ -80,8 +81,7 @@ def launch(shape: Shape, device: torch.device) -> Iterator[Row]:
             def once(logits: Tensor = logits, rows: int = rows) -> None:
                 slots = empty_slots(policy, rows, logits.shape[-1], device)
                 slots.held[:, : shape.budget] = True
-                state = gpu._State(policy, Chunk(logits, slots, shape.budget, shape.budget + 1, shape.budget))
-                state.go(logits, given=False)
+                gpu.decide(policy, Chunk(logits, slots, shape.budget, policy.schedule()))
 
             with reported(row):
                 row["microseconds_per_step"] = 1e6 * median_of(once, device, shape.repetitions) / steps

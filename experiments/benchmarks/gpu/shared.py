@@ -25,7 +25,7 @@ def reported(row: Row) -> Iterator[None]:
 
 def scans(device: torch.device) -> list[str]:
     """Those that run on a device, the reference only where it is no punishment."""
-    from tova.scan import has_triton
+    from tova.scan.select import has_triton
 
     found = ["gpu"] if has_triton(device) else []
     return [*found, "fixed_point"] if device.type == "cuda" else [*found, "fixed_point", "reference"]
@@ -36,7 +36,7 @@ def empty_slots(policy: Policy, rows: int, candidates: int, device: torch.device
     import torch
 
     from tova.policies import Slots
-    from tova.policies.base import new_records
+    from tova.policies.steps import new_records, ring_names
 
     zeros = torch.zeros(rows, 1, dtype=torch.int64, device=device)
     return Slots(
@@ -45,6 +45,7 @@ def empty_slots(policy: Policy, rows: int, candidates: int, device: torch.device
         records=new_records(policy, rows, candidates, torch.float32, device),
         observed=zeros,
         newest=zeros - 1,
+        rings=ring_names(policy),
     )
 
 
