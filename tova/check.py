@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tova.errors import UsageError
+from tova.layer import Attention, LayerState
 from tova.policies.base import Policy
 from tova.policies.contract import ContractError, Watched
-from tova.layer import Attention, LayerState
 from tova.policies.slots import Slots, Tokens
 from tova.policies.steps import named, new_records
 from tova.replay import replay
@@ -127,7 +127,11 @@ def _random(seed: int, rows: int, tokens: int, heads: int = 4, kv_heads: int = 2
 
 
 def _replayed(
-    policy: Policy, qkv: tuple[Tensor, Tensor, Tensor], cuts: Sequence[int], chunk: int, not_padding: Tensor | None = None
+    policy: Policy,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    cuts: Sequence[int],
+    chunk: int,
+    not_padding: Tensor | None = None,
 ) -> Tensor:
     """int64 [B, G, T]: ``evicted_at`` of a layer fed in pieces that end at ``cuts``."""
     q, k, v = qkv

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from tova.errors import UsageError, renamed
-from tova.policies.base import MOST, Policy, integer
 from tova.kernels import compile
+from tova.policies.base import MOST, Policy, integer
 from tova.trace import Trace
 
 NEVER = np.iinfo(np.int64).max
