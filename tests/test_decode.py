@@ -15,19 +15,18 @@ from support.layers import SIZE, Window, prompt_and_tokens
 from support.models import forward, tiny, tokens
 from support.policies import BUDGET, small
 from torch._dynamo.utils import counters
-from tova.scan.modes import MODES
 from transformers import DynamicCache
 
 from tova import EvictingCache, policies
 from tova.attention import NAME
 from tova.compat import cache_argument
-from tova.decode import cpu as compiled
 from tova.policies import Policy
 from tova.replay import NEVER, Attention, LayerState, replay
 from tova.scan import cpu, reference
+from tova.decode import cpu as compiled
 
 PROMPT, TOKENS = 16, 50
-COMPILED = [name for name, made in policies.POLICIES.items() if made in MODES and not made.reindexes]
+COMPILED = [name for name, made in policies.POLICIES.items() if not (made.reindexes or made.sees_dropped)]
 
 
 def make(name: str, **more) -> Policy:
