@@ -20,10 +20,10 @@ from transformers import DynamicCache
 from tova import EvictingCache, policies
 from tova.attention import NAME
 from tova.compat import cache_argument
+from tova.decode import cpu as compiled
 from tova.policies import Policy
 from tova.replay import NEVER, Attention, LayerState, replay
 from tova.scan import cpu, reference
-from tova.decode import cpu as compiled
 
 PROMPT, TOKENS = 16, 50
 COMPILED = [name for name, made in policies.POLICIES.items() if not (made.reindexes or made.sees_dropped)]
