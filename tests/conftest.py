@@ -18,6 +18,10 @@ import torch
 
 pytest.register_assert_rewrite("support")
 
+from support import shapes
+
+shapes.install()
+
 
 @pytest.fixture(autouse=True)
 def few_threads(request):
