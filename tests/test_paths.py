@@ -169,6 +169,7 @@ def test_what_a_helper_raises_is_raised(threads) -> None:
     assert torch.get_num_threads() == 3
 
 
+@pytest.mark.timing
 def test_a_replay_costs_about_a_forward(smollm2, books) -> None:
     """A guard, generous enough never to fail by noise: the ratio of two passes in turn, the best of three."""
     model = smollm2.model

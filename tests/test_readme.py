@@ -91,7 +91,11 @@ def test_commands_and_choices_exist() -> None:
         there = {p.stem for p in (ROOT / "conf" / group).glob("*.yaml")}
         (row,) = [line for line in README.splitlines() if line.startswith(f"| `{group}` |")]
         assert set(re.findall(r"`(\w+)`", row)) - {group} == there
-    for experiment in re.findall(r"experiment=(\w+)", README):
+    experiments_named = re.findall(r"experiment=(\w+)", README)
+    assert experiments_named
+    for experiment in experiments_named:
         assert (ROOT / "conf" / "experiment" / f"{experiment}.yaml").exists()
-    for name in re.findall(r"^  ?(\w+\.py) ", README, flags=re.MULTILINE):
+    files = re.findall(r"^  ?(\w+\.py) ", README, flags=re.MULTILINE)
+    assert files
+    for name in files:
         assert list(ROOT.rglob(name)), name

@@ -557,6 +557,7 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(place, given: dict
         assert done.stdout.split() == [expected], (module, done.stderr)
 
 
+@pytest.mark.timing
 def test_a_hub_that_cannot_be_reached_costs_seconds(place) -> None:
     """With the network allowed but nobody there: the real wait, in a process of its own."""
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(place / "hf")}

@@ -250,6 +250,7 @@ def _kill_test(tmp_path: Path, times: int, seed: int, longest: float) -> list[st
     return [*log, f"frames equal: {len(quiet[0])} cells, {len(quiet[1])} documents"]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_within_seconds_and_say_how_to_go_on(tmp_path, number, code: int) -> None:
     texts(tmp_path, 40, 3000)

@@ -78,6 +78,7 @@ def test_what_a_run_says(place, monkeypatch, capsys) -> None:
     assert not [name for name in run["summary"] if name.startswith("document/")]
 
 
+@pytest.mark.timing
 def test_online_without_a_network_is_said_at_once(place, monkeypatch, capsys) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     began = time.monotonic()

@@ -131,10 +131,9 @@ def test_an_experiment_that_was_changed_does_not_pass_for_it(place, monkeypatch,
     code, _, err = command(monkeypatch, capsys, "experiment=canonical_trace", *small, "budget=64")
     assert code == 0, err
     changed = find_sweep("canonical_trace")
-    assert changed.content()["overrides"] == ["budget=64"] or "budget=64" in changed.content()["overrides"]
+    assert "budget=64" in changed.content()["overrides"]
     content = json.loads((changed.path / "cells.json").read_text())
     assert "experiments.run experiment=canonical_trace" in content["command"]
-    monkeypatch.setattr("experiments.trace", None, raising=False)
     # A plain one, older than the changed one, is what the name means.
     plain = changed.path.parent / "canonical_trace-00000000"
     plain.mkdir()

@@ -420,9 +420,13 @@ def test_padding_stays_what_it_was(llama) -> None:
             UsageError, match=r"attention_mask (says otherwise of earlier|must have a column for every)"
         ):
             forward(llama, ids[:, :5], cache, attention_mask=mask)
-    cache = make("full")
-    forward(llama, ids, cache, padding=[0, 4])
-    assert forward(llama, ids[:, :5], cache).isfinite().all()  # no mask says nothing of earlier tokens
+    silent, told = make("full"), make("full")
+    for cache in (silent, told):
+        forward(llama, ids, cache, padding=[0, 4])
+    mask = torch.ones(2, 25, dtype=torch.int64)
+    mask[1, :4] = 0
+    # No mask says nothing of earlier tokens: padding stays padding.
+    assert torch.equal(forward(llama, ids[:, :5], silent), forward(llama, ids[:, :5], told, attention_mask=mask))
 
 
 # -- keys and values on their way -------------------------------------------------------------------------------
@@ -627,12 +631,15 @@ def test_what_is_refused_leaves_the_cache_as_it_was(llama) -> None:
     cache, straight = make(), make()
     for one in (cache, straight):
         forward(llama, ids[:, :20], one)
-    for wrong in (
-        dict(attention_mask=torch.ones(1, 1, 20, 40, dtype=torch.bool)),
-        dict(attention_mask=torch.ones(1, 30, dtype=torch.int64).cumsum(-1) > 3),
-        dict(output_attentions=True),
+    for says, wrong in (
+        ("lets tokens look ahead", dict(attention_mask=torch.ones(1, 1, 20, 40, dtype=torch.bool))),
+        (
+            "must have a column for every token",
+            dict(attention_mask=torch.ones(1, 30).cumsum(-1) > 3),
+        ),
+        ("output_attentions", dict(output_attentions=True)),
     ):
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError, match=says):
             forward(llama, ids[:, 20:], cache, **wrong)
         assert cache.get_seq_length() == 20
     assert torch.equal(forward(llama, ids[:, 20:], cache), forward(llama, ids[:, 20:], straight))

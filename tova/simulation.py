@@ -93,9 +93,9 @@ def simulate(policy: Policy | Any, trace: Trace, engine: str = "auto") -> Simula
         )
     possible = np.array([len(top) for top in trace.heavy_hitters])
     if engine != "stepwise" and _compiled(policy):
-        from tova.scan import stream
+        from tova import simulation_engine
 
-        mass, hits, evicted_at, evict_calls = stream.run(policy, budget, trace.flat, trace.heavy_table)
+        mass, hits, evicted_at, evict_calls = simulation_engine.run(policy, budget, trace.flat, trace.heavy_table)
         return Simulation(budget, mass, hits, possible, evicted_at, evict_calls)
     if engine == "compiled":
         raise UsageError(f"engine=compiled needs numba and a compiled built-in policy, not {policy.name}")
@@ -138,9 +138,9 @@ def _checked(budget: Any) -> int:
 def _compiled(policy: Any) -> bool:
     if not compile.available():
         return False
-    from tova.scan import stream
+    from tova import simulation_engine
 
-    return stream.supports(policy)
+    return isinstance(policy, Policy) and simulation_engine.supports(policy)
 
 
 def bound_topk(trace: Trace, budget: int) -> float:

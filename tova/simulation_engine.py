@@ -1,24 +1,37 @@
-"""The simulation compiled with numba: the built-in policies over a stream of rows, records in float64.
+"""The simulation compiled with numba, made from a policy's rule: a stream of rows, records in float64.
 
-What a policy remembers is kept by position, so nothing moves but the ascending list of held positions.
+Held positions stay in their slots; a list of the slots by position moves instead. The rule's own code is called by address
+once a step, and once more where something must go (:mod:`tova.kernels.frame`).
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
-from tova.policies import Policy
-from tova.scan import compile as compiled
-from tova.scan.cpu import mix, random_key
-from tova.scan.modes import LATEST, MODES, OLDEST, RANDOM, RING, SUM, VOTES
+from tova.errors import UsageError
+from tova.kernels.compile import strict
+from tova.kernels.frame import (
+    CANDIDATES, COUNT, HELD, KNOWN, MEMORY, N, NEWEST, OBSERVED, ORDER, ORDERING, POSITIONS, REPORT, SCORE, SCRATCH, SLOT,
+    UNRANKED, WEIGHT, When, address_of, check, drop, new_frame,
+)  # fmt: skip
+from tova.kernels.numba_math import LISTED, call
+from tova.policies import contract
+from tova.policies.base import Policy
+from tova.policies.slots import Slots
+from tova.policies.steps import is_own, new_records, ring_names
+from tova.rules import Rule, rule_of
+from tova.rules.numba_code import bind
+from tova.scan.cpu import memory_of
 
-_jit = compiled.strict
+_PROTECTED = -1  # in a report: how many are protected
 
 
 def supports(policy: Policy) -> bool:
-    """Whether this very class is compiled. On a trace tokens have no weight of their own, and no key or value."""
-    known = MODES.get(type(policy))
-    return known is not None and known[2] is None and not policy.prompt_only and not policy.newest_competes
+    """Whether ``policy`` is compiled. On a trace tokens have no weight of their own, and no key or value."""
+    if policy.wants_features or policy.prompt_only or type(policy).start is not Policy.start:
+        return False
+    return isinstance(rule_of(policy, torch.float64), Rule)
 
 
 def run(
@@ -32,42 +45,70 @@ def run(
 
     Returns:
         mass float64 [steps], hits int64 [steps], evicted_at int64 [steps + 1], and the number of evictions.
+
+    Raises:
+        UsageError: more positions are protected than may remain, or a policy of one's own does not keep the contract.
     """
+    rule = rule_of(policy, torch.float64)
+    if not isinstance(rule, Rule):
+        raise UsageError(f"{policy.name}: {rule.reason}; engine=stepwise takes any policy")
+    bound = bind(rule)
+    leaves = policy.evicts_to(budget)
+    if leaves > budget:
+        raise UsageError(f"{policy.name}: an eviction leaves {leaves} positions, more than budget={budget}")
     steps = len(heavy)
-    mass = np.zeros(steps)
-    hits = np.zeros(steps, dtype=np.int64)
+    room = min(budget, steps) + 1
+    mass, hits = np.zeros(steps), np.zeros(steps, dtype=np.int64)
     evicted_at = np.full(steps + 1, np.iinfo(np.int64).max)
-    calls = _run(
-        rows,
-        heavy,
-        mass,
-        hits,
-        evicted_at,
-        MODES[type(policy)][0],
-        budget,
-        policy.sinks,
-        policy.newest_protected,
-        getattr(policy, "obs_window", 1),
-        getattr(policy, "pool_kernel", 1),
-        random_key(policy),
-    )
+    report = np.zeros(REPORT, np.int64)
+    zero = torch.zeros(1, room, dtype=torch.int64, device="cpu")
+    records = new_records(policy, 1, room, torch.float64, "cpu")
+    slots = Slots(zero, zero.bool(), records, zero[:, :1], zero[:, :1], rings=ring_names(policy))
+    when = When(budget + 1, leaves, policy.sinks, is_own(policy), 1)
+    watched_steps = contract.STEPS if when.watched else 0
+    calls = _run(rows, heavy, mass, hits, evicted_at, bound.call, when, watched_steps, memory_of(slots, bound)[0], report)
+    if report[0] == _PROTECTED:
+        raise UsageError(
+            f"{policy.name}: {report[1]} positions are protected, more than the {leaves} that may remain"
+        )
+    if report[0]:
+        raise contract.reported(policy, report.tolist())
     return mass, hits, evicted_at, calls
 
 
-@_jit
+@strict
 def _run(  # type: ignore[no-untyped-def]
-    rows, heavy, mass, hits, evicted_at, mode, budget, sinks, recent, window, pool, key
+    rows, heavy, mass, hits, evicted_at, rule, when, watched_steps, memory, report
 ):
+    """See :func:`run`; ``memory`` is int64 [parts], what a frame holds of the records."""
     steps = heavy.shape[0]
-    record = np.zeros(steps + 1)
-    ring = np.zeros((steps + 1 if mode == RING else 0, window), np.float32)
-    kept = np.empty(min(budget, steps) + 1, np.int64)
-    held = np.zeros(steps + 1, np.bool_)
-    score = np.empty(len(kept))
-    total = np.empty(len(kept))
-    kept[0] = 0
-    held[0] = True
+    calm = When(when.evict_at, when.leaves, when.sinks, False, when.first)
+    room = min(when.evict_at - 1, steps) + 1
+    positions = np.zeros(room, np.int64)
+    held = np.zeros(room, np.uint8)
+    order = np.empty(room, np.int64)  # the held slots by position
+    free = np.arange(room)[::-1].copy()  # the last of the first room - count is taken next
+    attn = np.zeros(room)
+    score = np.empty(room)
+    victims = np.empty(room, np.int64)
+    scratch = np.empty(room * rule.scratch)
+    there = np.zeros(steps + 1, np.bool_)  # by position
+    frame = new_frame(rule)
+    frame[POSITIONS] = positions.ctypes.data
+    frame[HELD] = held.ctypes.data
+    frame[WEIGHT] = attn.ctypes.data
+    frame[SCORE] = score.ctypes.data
+    frame[SCRATCH] = scratch.ctypes.data
+    frame[ORDER] = order.ctypes.data
+    frame[ORDERING] = LISTED
+    for i in range(len(memory)):
+        frame[MEMORY + i] = memory[i]
+    order[0] = 0
+    held[0] = 1
+    there[0] = True
     count = 1
+    used = 1  # slots that were ever taken
+    observed = 0
     calls = 0
     offset = 0
     for t in range(1, steps + 1):
@@ -75,73 +116,57 @@ def _run(  # type: ignore[no-untyped-def]
         offset += t
         found = 0
         for j in heavy[t - 1]:
-            found += j >= 0 and held[j]
+            found += j >= 0 and there[j]
         hits[t - 1] = found
         retained = 0.0
         for i in range(count):
-            retained += row[kept[i]]
+            weight = np.float64(row[positions[order[i]]])
+            attn[order[i]] = weight
+            retained += weight
         mass[t - 1] = retained
-        if mode == LATEST:
-            for i in range(count):
-                record[kept[i]] = row[kept[i]]
-        elif mode == SUM:
-            for i in range(count):
-                record[kept[i]] += row[kept[i]]
-        elif mode == VOTES:
-            fair_share = 1.0 / count
-            for i in range(count):
-                record[kept[i]] += np.float64(row[kept[i]]) > fair_share
-        elif mode == RING:
-            slot = (t - 1) % window
-            for i in range(count):
-                ring[kept[i], slot] = row[kept[i]]
-        kept[count] = t
-        held[t] = True
+        slot = free[room - count - 1]
+        used = max(used, slot + 1)
+        attn[slot] = 0.0
+        positions[slot] = t
+        known = np.isfinite(retained)
+        frame[N] = used
+        frame[KNOWN] = known
+        frame[SLOT] = slot
+        frame[COUNT] = count
+        frame[NEWEST] = t - 1
+        frame[OBSERVED] = observed
+        call(rule.step, address_of(frame))
+        observed += rule.reads and known
+        order[count] = slot
+        held[slot] = 1
+        there[t] = True
         count += 1
-        if count <= budget:
+        frame[COUNT] = count
+        frame[NEWEST] = t
+        frame[OBSERVED] = observed
+        now = when if t <= watched_steps or (when.watched and calls == 0) else calm
+        if now.watched and not check(frame, rule, now, positions, held, report):
+            return calls
+        if count < when.evict_at:
             continue
         calls += 1
-        # At most one position is over the budget, so one victim restores it.
-        end = count - recent
-        begin = 0
-        while begin < end and kept[begin] < sinks:
-            begin += 1
-        if mode == OLDEST:
-            victim = begin
-        else:
-            if mode == RING:
-                _pooled(ring, kept, count, pool, total, score)
-            elif mode == RANDOM:
-                step = mix((t + key) & 0xFFFFFFFF)
-                for i in range(count):
-                    score[i] = np.float64(mix((kept[i] + step) & 0xFFFFFFFF))
-            else:
-                for i in range(count):
-                    score[i] = record[kept[i]]
-            victim = begin
-            for i in range(begin + 1, end):
-                if score[i] < score[victim]:
-                    victim = i
-        position = kept[victim]
-        evicted_at[position] = t
-        held[position] = False
-        count -= 1
-        for i in range(victim, count):
-            kept[i] = kept[i + 1]
-    return calls
-
-
-@_jit
-def _pooled(ring, kept, count, kernel, total, score):  # type: ignore[no-untyped-def]
-    for i in range(count):
-        entries = ring[kept[i]]
-        value = 0.0
-        for w in range(len(entries)):
-            value += np.float64(entries[w])
-        total[i] = value
-    radius = kernel // 2
-    for i in range(count):
-        best = total[i]
-        for j in range(max(0, i - radius), min(count, i + radius + 1)):
-            best = max(best, total[j])
-        score[i] = best
+        excess = count - when.leaves
+        dropped = drop(frame, rule, now, excess, positions, held, score, victims, report)
+        open = frame[CANDIDATES] + frame[UNRANKED]
+        if open < excess:
+            report[0] = _PROTECTED
+            report[1] = count - open
+        if dropped < excess:
+            return calls
+        for v in range(dropped):
+            position = positions[victims[v]]
+            evicted_at[position] = t
+            there[position] = False
+            attn[victims[v]] = 0.0
+            free[room - count + v] = victims[v]
+        kept = 0
+        for i in range(count):
+            order[kept] = order[i]
+            kept += held[order[i]]
+        count = kept
+    return calls + 0 * len(scratch)  # an array whose address is known but that is named no more would be freed

@@ -26,10 +26,9 @@ from tova.kernels.frame import (
 from tova.kernels.numba_math import UNSORTED, F, call, exp, pointer
 from tova.layer import LayerState
 from tova.policies import contract
-from tova.policies.base import Policy, Schedule
+from tova.policies.base import Policy
 from tova.policies.slots import Slots
-from tova.rules import Rule, rule_of
-from tova.rules.numba_code import Bound, bind
+from tova.rules.numba_code import Bound
 from tova.scan import cpu as scan
 
 # What one call does: everything, on one thread, or, where torch's own products over several threads are faster, what
@@ -90,12 +89,6 @@ def supports(policy: Policy, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and not policy.reindexes and scan.supports(policy)
 
 
-def _plan(policy: Policy, schedule: Schedule) -> tuple[Bound, When]:
-    rule = rule_of(policy)
-    assert isinstance(rule, Rule)
-    return bind(rule), When(schedule.evict_at, schedule.leaves, policy.sinks, policy.watcher is not None, 0)
-
-
 def step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: Call, used: int) -> Tensor:
     """[B, H, 1, E]: attention of one new token over what is held and itself; the slots move on, in place.
 
@@ -108,7 +101,9 @@ def step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: Cal
         UsageError: what the layer holds is not as its addresses would be read.
     """
     policy, attention, slots = call.policy, call.attention, state.slots
-    bound, when = _plan(policy, call.schedule)
+    bound = scan.bound(policy)
+    watched = policy.watcher is not None
+    when = When(call.schedule.evict_at, call.schedule.leaves, policy.sinks, watched, 0)
     batch, heads, _, size = query.shape
     kv_heads, room = state.keys.shape[1:3]
     width, kept_sets = value.shape[3], state.kept_sets
@@ -140,7 +135,7 @@ def step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: Cal
             0 if log is None else log.shape[2],
         )  # fmt: skip
         _step(stage, shape, tensors, numbers, bound.call, when, memory, report)
-    if when.watched and report[0]:
+    if watched and report[0]:
         raise contract.reported(policy, report.tolist())
     if logits is not None and before is not None:
         values = state.values[:, :, :used]

@@ -9,20 +9,22 @@ says why.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tova.policies import contract
 from tova.policies.base import Policy
 from tova.rules import tracing
 from tova.rules.expression import Node, Rule
 
-__all__ = ["Node", "NotARule", "Rule", "drops_oldest", "how_heads_combine", "is_rule", "rule_of", "why_not"]
+__all__ = ["Node", "NotARule", "Rule", "drops_oldest", "how_heads_combine", "is_rule", "remembered", "rule_of", "why_not"]
 
 _MOST = 4096
 _by_value: dict[Any, Any] = {}
-_by_identity: dict[Any, Any] = {}
+_by_identity: dict[int, tuple[weakref.ref[Policy], dict[Any, Any]]] = {}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def rule_of(policy: Policy, dtype: torch.dtype = torch.float32) -> Rule | NotARu
     Args:
         dtype: of weights and of records without a dtype of their own: float32 on a model, float64 in a simulation.
     """
-    return _remembered(policy, ("rule", dtype, torch.get_default_dtype()), lambda p: _rule_of(p, dtype))
+    return remembered(policy, ("rule", dtype, torch.get_default_dtype()), lambda p: _rule_of(p, dtype))
 
 
 def is_rule(policy: Policy, dtype: torch.dtype = torch.float32) -> bool:
@@ -79,7 +81,7 @@ def how_heads_combine(policy: Policy) -> str | None:
 
     The rounded mean is of weights rounded to the model's dtype.
     """
-    return _remembered(policy, ("combine",), tracing.how_heads_combine)
+    return remembered(policy, ("combine",), tracing.how_heads_combine)
 
 
 def _rule_of(policy: Policy, dtype: torch.dtype) -> Rule | NotARule:
@@ -89,32 +91,34 @@ def _rule_of(policy: Policy, dtype: torch.dtype) -> Rule | NotARule:
         return NotARule(str(e))
 
 
-def _remembered(policy: Policy, what: tuple[Any, ...], make: Any) -> Any:
-    """``make(policy)``, made once for each policy value, or each object where a value cannot be hashed."""
-    policy = getattr(policy.watcher, "policy", policy)
+def remembered(policy: Policy, what: Any, make: Callable[[Policy], Any]) -> Any:
+    """``make(policy)``, made once for each policy value, or each object where a value cannot be hashed.
+
+    A watched policy is the one it stands for. Objects are known again without a look at their values, since a step of a
+    small cache costs little more than that.
+    """
+    if policy.watcher is not None:
+        policy = contract.unwatched(policy)
+    known = _by_identity.get(id(policy))
+    if known is None or known[0]() is not policy:
+        known = _by_identity[id(policy)] = (weakref.ref(policy), {})
+        weakref.finalize(policy, _by_identity.pop, id(policy), None)
+    made = known[1]
+    if what not in made:
+        made[what] = _by_its_value(policy, what, make)
+    return made[what]
+
+
+def _by_its_value(policy: Policy, what: Any, make: Callable[[Policy], Any]) -> Any:
+    values = vars(policy)
     # 1 and 1.0 are equal, and other numbers in an expression.
-    kinds = tuple(map(type, vars(policy).values()))
+    key = (type(policy), what, tuple(values), tuple(values.values()), tuple(map(type, values.values())))
     try:
-        key = (policy, kinds, *what)
-        found = _by_value.get(key)
+        hash(key)
     except TypeError:
-        return _remembered_by_identity(policy, what, make)
-    if found is None:
+        return make(policy)
+    if key not in _by_value:
         if len(_by_value) >= _MOST:
             _by_value.clear()
-        found = _by_value[key] = _Found(make(policy))
-    return found.value
-
-
-def _remembered_by_identity(policy: Policy, what: tuple[Any, ...], make: Any) -> Any:
-    key = (id(policy), *what)
-    found = _by_identity.get(key)
-    if found is None:
-        found = _by_identity[key] = _Found(make(policy))
-        weakref.finalize(policy, _by_identity.pop, key, None)
-    return found.value
-
-
-@dataclass(frozen=True)
-class _Found:
-    value: Any
+        _by_value[key] = make(policy)
+    return _by_value[key]

@@ -23,17 +23,29 @@ from tova.kernels.numba_math import SORTED, F, call, exp
 from tova.policies import contract
 from tova.policies.base import Policy
 from tova.policies.slots import Slots
-from tova.rules import Rule, how_heads_combine, rule_of
+from tova.rules import Rule, how_heads_combine, remembered, rule_of
 from tova.rules.numba_code import Bound, bind
 from tova.scan.chunk import Chunk, Decision, Scan
 
 
 def supports(policy: Policy, dtype: torch.dtype = torch.float32) -> bool:
     """Whether the compiled scan runs ``policy`` on a model of ``dtype``: whether its rule is an expression."""
+    return bool(remembered(policy, ("scan.cpu", dtype), lambda p: _supports(p, dtype)))
+
+
+def _supports(policy: Policy, dtype: torch.dtype) -> bool:
     if policy.sees_dropped or policy.uneven or not isinstance(rule_of(policy), Rule):
         return False
     combine = how_heads_combine(policy)
     return combine == "mean" or (combine == "rounded mean" and dtype == torch.float32)
+
+
+def bound(policy: Policy) -> Bound:
+    """The compiled rule of a policy that is supported."""
+    rule = rule_of(policy)
+    if not isinstance(rule, Rule):
+        raise UsageError(f"{policy.name}: {rule.reason}; scan=reference takes any policy")
+    return bind(rule)
 
 
 class Row(NamedTuple):
@@ -63,15 +75,13 @@ class Row(NamedTuple):
 
 def decide(policy: Policy, chunk: Chunk) -> Decision:
     """See :class:`tova.scan.chunk.Scan`; overwrites the logits with the weights it returns."""
-    rule = rule_of(policy)
-    assert isinstance(rule, Rule)
-    bound = bind(rule)
+    rule = bound(policy)
     logits, slots = chunk.logits.contiguous(), chunk.slots
     rows, heads, steps, candidates = logits.shape
     sums = torch.empty(rows, heads, steps, 1, dtype=torch.float32, device=logits.device)
     last = torch.empty(rows, candidates, dtype=torch.int64, device=logits.device)
-    own_memory(slots, bound)
-    memory = memory_of(slots, bound)
+    own_memory(slots, rule)
+    memory = memory_of(slots, rule)
     held = slots.held.contiguous().numpy().view(np.uint8)
     positions = slots.positions.contiguous().numpy()
     not_padding = np.ones((rows, steps), np.bool_) if chunk.not_padding is None else chunk.not_padding.contiguous().numpy()
@@ -86,7 +96,7 @@ def decide(policy: Policy, chunk: Chunk) -> Decision:
             logits[r].numpy(), sums[r, ..., 0].numpy(), positions[r], held[r], last[r].numpy(), allowed[r],
             not_padding[r], sinks[r], memory[r], counts[r], reports[r],
         )  # fmt: skip
-        _scan_row(row, chunk.kept, bound.call, when)
+        _scan_row(row, chunk.kept, rule.call, when)
 
     if chunk.threads is None:
         for r in range(rows):
