@@ -67,7 +67,6 @@ def main() -> None:
     for policy, attention, more in (
         (small("tova"), plain, {}),
         (small("snapkv"), plain, {}),
-        (own, plain, {}),
         (own, full, dict(padding=[0, 5], visibility=Window(9), width=24, evict_every=2)),
     ):
         if len(sys.argv) > 1 and policy.name not in sys.argv[1:]:
