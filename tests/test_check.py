@@ -10,7 +10,8 @@ from support.layers import qkv
 from support.policies import EVICTING
 
 from tova import UsageError, policies
-from tova.check import ContractError, check, main
+from tova.check import ContractError, check, engines, main
+from tova.kernels import compile
 from tova.policies import Policy, Record, contract
 from tova.replay import Attention, LayerState, replay
 from tova.scan import fixed_point, reference
@@ -336,12 +337,49 @@ def test_numbers_of_numpy_and_torch_are_integers() -> None:
 
 def test_from_the_command_line(capsys) -> None:
     assert main(["tova.policies.Tova", "budget=20", "sinks=2"]) == 0
-    assert capsys.readouterr().out.count("ok  ") == 5
+    shown = capsys.readouterr().out
+    assert shown.count("ok  ") == 5
+    assert shown.splitlines()[-1] == "    compiled: replay, decoded tokens, simulation"
     assert main(["tova.policies.Tova", "budget=0"]) == 2
     assert "budget must be at least 1" in capsys.readouterr().err
     assert main(["nowhere.Mine"]) == 2
     assert "nowhere.Mine: cannot be imported" in capsys.readouterr().err
     assert main(["tova.policies.make"]) == 2
-    assert "is no subclass" in capsys.readouterr().err
+    assert "is not a subclass" in capsys.readouterr().err
     assert main(["tova.policies.Tova", "colour=3"]) == 2
     assert "colour" in capsys.readouterr().err
+
+
+class Branches(Good):
+    def score(self, slots):
+        return slots["sum"] if slots.count > 9 else -slots["sum"]
+
+
+class LargestOverHeads(Good):
+    def combine(self, heads):
+        return heads.weights.amax(1)
+
+
+@pytest.mark.skipif(not compile.available(), reason="needs numba")
+def test_which_engines_run_it_and_why_others_do_not() -> None:
+    everything = ["compiled: replay, decoded tokens, simulation"]
+    assert engines(Good(budget=20)) == everything
+    for name in ("tova", "h2o_head", "snapkv", "scissorhands_paper", "random", "full"):
+        assert engines(policies.make(name)) == everything
+    assert engines(policies.make("tova_value")) == ["compiled: replay, decoded tokens"]
+    assert engines(policies.make("streaming_llm_reindexed")) == [
+        "compiled: replay, simulation", "in plain torch: decoded tokens; sinks are seen at other positions"
+    ]  # fmt: skip
+    assert engines(policies.make("snapkv_prefill")) == [
+        "compiled: replay, decoded tokens", "in plain torch: replay in half precision; weights are rounded there"
+    ]  # fmt: skip
+    assert engines(policies.make("h2o_masked")) == [
+        "compiled: simulation", "in plain torch: replay, decoded tokens; it looks at dropped tokens"
+    ]  # fmt: skip
+    assert "combine is not a mean over heads" in engines(LargestOverHeads(budget=20))[-1]
+    for policy, why in (
+        (Branches(budget=20), "score depends on the numbers in a tensor"),
+        (ScorePerRow(budget=20), "score goes over slots without keepdim"),
+    ):
+        (line,) = engines(policy)
+        assert line.startswith(f"in plain torch: replay, decoded tokens, simulation; {why}")

@@ -39,8 +39,9 @@ if scan.__module__.endswith("cpu"):
 
 # One small function of theirs, where it is kept, and how often it was found there.
 LITTLE = """
-from tova.scan import cpu
-print("tova.scan.cpu", cpu.mix(12345), cpu.mix(67890), cpu.mix.stats.cache_path, sum(cpu.mix.stats.cache_hits.values()))
+from tova.kernels import numba_math
+rest = numba_math.remainder
+print("tova.scan.cpu", rest(-5.5, 2.0), rest(7.25, -2.0), rest.stats.cache_path, sum(rest.stats.cache_hits.values()))
 """
 
 
@@ -142,22 +143,22 @@ def test_a_cache_that_breaks_later_costs_a_compilation(tmp_path, expected) -> No
             path.write_bytes(path.read_bytes()[:50] if content is None else content)
         assert run(NUMBA_CACHE_DIR=str(tmp_path))[1:3] == expected
     removed = f"""
-import shutil, tova.scan.cpu
+import shutil, tova.kernels.numba_math
 shutil.rmtree({str(tmp_path)!r}); open({str(tmp_path)!r}, "w").close()
 """
     assert run(before=removed, NUMBA_CACHE_DIR=str(tmp_path))[1:3] == expected
 
 
-OTHER = "import numpy; from tova.scan import step; print(step._finite(numpy.ones((2, 2), numpy.float32)))"
+OTHER = "from tova.kernels import numba_math; print(numba_math.maximum(1.0, 2.0))"
 
 
 def test_an_entry_under_anothers_name_is_not_taken(tmp_path, expected) -> None:
     """As two processes, or a disk that fills up between index and code, may leave it."""
     run(NUMBA_CACHE_DIR=str(tmp_path))
     run(OTHER, NUMBA_CACHE_DIR=str(tmp_path))
-    (mix,) = tmp_path.rglob("cpu.mix-*.nbc")
-    (other,) = tmp_path.rglob("step._finite-*.nbc")
-    shutil.copy(other, mix)
+    (rest,) = tmp_path.rglob("numba_math.remainder-*.nbc")
+    (other,) = tmp_path.rglob("numba_math.maximum-*.nbc")
+    shutil.copy(other, rest)
     assert run(NUMBA_CACHE_DIR=str(tmp_path))[1:3] == expected
 
 

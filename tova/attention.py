@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from tova import compat
 from tova.errors import UsageError
-from tova.masks import AHEAD, LazyMask, MaskRule, copies, mask_maker, name_of, rule_of, tells, writes
 from tova.layer import Attention
+from tova.masks import AHEAD, LazyMask, MaskRule, copies, mask_maker, name_of, rule_of, tells, writes
 from tova.rotation import note_rotations, rotation_of
 
 if TYPE_CHECKING:

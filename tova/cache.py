@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from tova import compat
 from tova.attention import hand_on
 from tova.errors import UsageError
+from tova.layer import PADDING, Attention, LayerState
 from tova.masks import Columns, MaskRule
 from tova.observers import Observer, Seen
 from tova.policies import Policy
-from tova.layer import PADDING, Attention, LayerState
 from tova.replay import replay
 from tova.scan import SCANS, Scan, select
 

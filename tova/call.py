@@ -87,9 +87,7 @@ class Call:
             raise UsageError(f"{policy.name} re-rotates keys, and how this model rotates is not known here")
         budget = policy.layer_budget
         inside = count + (positions - positions[:, :1].clamp_min(0))
-        inside = torch.where(
-            inside >= self.schedule.evict_at, budget + (inside - budget) % self.evict_every, inside
-        )
+        inside = torch.where(inside >= self.schedule.evict_at, budget + (inside - budget) % self.evict_every, inside)
         moved = rotation.turn(query, positions, inside)
         sink = ((slots.positions >= 0) & (slots.positions < policy.sinks))[:, None, None, : keys.shape[2]]
         return torch.where(sink, self.attention.logits(moved, keys), logits)

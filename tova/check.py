@@ -1,7 +1,8 @@
 """Does a policy of one's own keep the contract? ``python -m tova.check my_policies.Decay budget=48 fade=0.8``.
 
 Runs a policy the ways the library will run it, on seeded random queries, keys and values, and compares: what passes
-here can be simulated, replayed, batched, padded and generated with, and decides the same each way.
+here can be simulated, replayed, batched, padded and generated with, and decides the same each way. Says as well which
+engines run it compiled, and why others do not.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 
 from tova.errors import UsageError
+from tova.kernels import compile
+from tova.layer import Attention, LayerState
 from tova.policies.base import Policy
 from tova.policies.contract import ContractError, Watched
-from tova.layer import Attention, LayerState
 from tova.policies.slots import Slots, Tokens
-from tova.policies.steps import named, new_records
+from tova.policies.steps import named, new_records, ring_names
 from tova.replay import replay
+from tova.rules import why_not
 from tova.scan import reference
 
 _BEYOND = 40
@@ -45,6 +48,31 @@ def check(policy: Policy) -> list[str]:
     return done
 
 
+def engines(policy: Policy) -> list[str]:
+    """What of ``policy`` runs compiled from its rule (:mod:`tova.rules`), what in plain torch, and why; a line each."""
+    if not compile.available():
+        return ["in plain torch: everything; numba is not there, or cannot be imported"]
+    from tova import simulation_engine
+    from tova.decode import cpu as decode
+    from tova.scan import cpu as scan
+
+    reason = why_not(policy)
+    # What there is, whether it is compiled, and why it would not be.
+    kinds = [
+        ("replay", scan.supports(policy), reason),
+        ("decoded tokens", decode.supports(policy, torch.float32), reason or "sinks are seen at other positions"),
+    ]
+    if scan.supports(policy) and not scan.supports(policy, torch.bfloat16):
+        kinds.append(("replay in half precision", False, "weights are rounded there"))
+    if not (policy.wants_features or policy.prompt_only):  # which a stream of attention weights has nothing for
+        kinds.append(("simulation", simulation_engine.supports(policy), reason or "start is its own"))
+    lines = ["compiled: " + ", ".join(kind for kind, compiled, _ in kinds if compiled)]
+    for why in dict.fromkeys(why for _, compiled, why in kinds if not compiled):
+        slow = ", ".join(kind for kind, compiled, other in kinds if not compiled and other == why)
+        lines.append(f"in plain torch: {slow}; {why}")
+    return lines if lines[0] != "compiled: " else lines[1:]
+
+
 def _wrong(policy: Policy, what: str) -> ContractError:
     return ContractError(f"{named(policy)}: {what}")
 
@@ -62,6 +90,7 @@ def _pure(policy: Policy) -> str:
         observed=torch.full((rows, 1), held, device="cpu"),
         newest=torch.full((rows, 1), held - 1, device="cpu"),
         features=_features(watched, rows, held),
+        rings=ring_names(policy),
     )
     attn = _normal(1, rows, held).softmax(-1)
     if policy.reads_attention:
@@ -127,7 +156,11 @@ def _random(seed: int, rows: int, tokens: int, heads: int = 4, kv_heads: int = 2
 
 
 def _replayed(
-    policy: Policy, qkv: tuple[Tensor, Tensor, Tensor], cuts: Sequence[int], chunk: int, not_padding: Tensor | None = None
+    policy: Policy,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    cuts: Sequence[int],
+    chunk: int,
+    not_padding: Tensor | None = None,
 ) -> Tensor:
     """int64 [B, G, T]: ``evicted_at`` of a layer fed in pieces that end at ``cuts``."""
     q, k, v = qkv
@@ -230,8 +263,11 @@ def main(words: Sequence[str]) -> int:
         print("usage: python -m tova.check module.Policy [budget=48] [parameter=value ...]")
         return 0 if words else 2
     try:
-        for sentence in check(_load(words[0], words[1:])):
+        policy = _load(words[0], words[1:])
+        for sentence in check(policy):
             print(f"ok  {sentence}")
+        for line in engines(policy):
+            print(f"    {line}")
     except UsageError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

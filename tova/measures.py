@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tova import compat
 from tova.errors import UsageError
+from tova.eviction_log import NEVER, PADDING
 from tova.limits import check_text, vocabulary
 from tova.observers import Seen
-from tova.eviction_log import NEVER, PADDING
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

@@ -118,7 +118,9 @@ def _in_chunks(
         slots = _with_newcomers(state, now, new_keys, new_values)
         assert slots.keys is not None
         assert slots.values is not None
-        chunk = _chunk(backend, queries, slots, state, now, threads, None if not_padding is None else not_padding[:, part])
+        chunk = _chunk(
+            backend, queries, slots, state, now, threads, None if not_padding is None else not_padding[:, part]
+        )
         with span("scan"):
             decision = scan.decide(now.policy, chunk)
         backend.mix(chunk, decision, queries, slots.keys, slots.values, out[:, :, part])
@@ -134,9 +136,7 @@ def _in_chunks(
     return out
 
 
-def _backend(
-    query: Tensor, value: Tensor, state: LayerState, call: Call, scan: Scan, threads: Team | None
-) -> Backend:
+def _backend(query: Tensor, value: Tensor, state: LayerState, call: Call, scan: Scan, threads: Team | None) -> Backend:
     """What computes the products: Triton where the scan reads raw ones, else torch, by itself or in threads."""
     if scan.reads_products and not call.policy.reindexes:
         from tova.backends import triton

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from tova import compat
 from tova.cache import EvictingCache, EvictingLayer, Passing, columns_of
 from tova.errors import UsageError
-from tova.masks import MaskRule
 from tova.layer import Attention
+from tova.masks import MaskRule
 from tova.threads import workers
 
 

@@ -1,7 +1,7 @@
 """The simulation compiled with numba, made from a policy's rule: a stream of rows, records in float64.
 
-Held positions stay in their slots; a list of the slots by position moves instead. The rule's own code is called by address
-once a step, and once more where something must go (:mod:`tova.kernels.frame`).
+Held positions stay in their slots; a list of the slots by position moves instead. The rule's own code is called by
+address once a step, and once more where something must go (:mod:`tova.kernels.frame`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,28 @@ import torch
 from tova.errors import UsageError
 from tova.kernels.compile import strict
 from tova.kernels.frame import (
-    CANDIDATES, COUNT, HELD, KNOWN, MEMORY, N, NEWEST, OBSERVED, ORDER, ORDERING, POSITIONS, REPORT, SCORE, SCRATCH, SLOT,
-    UNRANKED, WEIGHT, When, address_of, check, drop, new_frame,
+    CANDIDATES,
+    COUNT,
+    HELD,
+    KNOWN,
+    MEMORY,
+    NEWEST,
+    OBSERVED,
+    ORDER,
+    ORDERING,
+    POSITIONS,
+    REPORT,
+    SCORE,
+    SCRATCH,
+    SLOT,
+    UNRANKED,
+    WEIGHT,
+    N,
+    When,
+    address_of,
+    check,
+    drop,
+    new_frame,
 )  # fmt: skip
 from tova.kernels.numba_math import LISTED, call
 from tova.policies import contract
@@ -66,11 +86,11 @@ def run(
     slots = Slots(zero, zero.bool(), records, zero[:, :1], zero[:, :1], rings=ring_names(policy))
     when = When(budget + 1, leaves, policy.sinks, is_own(policy), 1)
     watched_steps = contract.STEPS if when.watched else 0
-    calls = _run(rows, heavy, mass, hits, evicted_at, bound.call, when, watched_steps, memory_of(slots, bound)[0], report)
+    calls = _run(
+        rows, heavy, mass, hits, evicted_at, bound.call, when, watched_steps, memory_of(slots, bound)[0], report
+    )
     if report[0] == _PROTECTED:
-        raise UsageError(
-            f"{policy.name}: {report[1]} positions are protected, more than the {leaves} that may remain"
-        )
+        raise UsageError(f"{policy.name}: {report[1]} positions are protected, more than the {leaves} that may remain")
     if report[0]:
         raise contract.reported(policy, report.tolist())
     return mass, hits, evicted_at, calls

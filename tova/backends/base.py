@@ -23,9 +23,7 @@ class Backend(Protocol):
         """[B, H, C, N]; the memory is used again at the call after next."""
         ...
 
-    def mix(
-        self, chunk: Chunk, decision: Decision, query: Tensor, key: Tensor, value: Tensor, out: Tensor
-    ) -> None:
+    def mix(self, chunk: Chunk, decision: Decision, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """Write into ``out`` [B, H, C, E] the attention under ``decision``, at the latest when :meth:`finish` returns.
 
         Args:

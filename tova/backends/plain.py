@@ -31,9 +31,7 @@ class TorchBackend:
         with span("logits"):
             return self._attention.logits(query, key)
 
-    def mix(
-        self, chunk: Chunk, decision: Decision, query: Tensor, key: Tensor, value: Tensor, out: Tensor
-    ) -> None:
+    def mix(self, chunk: Chunk, decision: Decision, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         with span("mix"):
             weights, sums = decision.weights, decision.sums
             if weights is None or sums is None:

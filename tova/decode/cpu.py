@@ -20,8 +20,26 @@ from tova.call import Call
 from tova.errors import UsageError
 from tova.kernels.compile import jit, strict
 from tova.kernels.frame import (
-    COUNT, HELD, KNOWN, MEMORY, N, NEWEST, OBSERVED, ORDERING, POSITIONS, REPORT, SCORE, SCRATCH, SELF_WEIGHT, SLOT,
-    WEIGHT, When, address_of, check, drop, new_frame,
+    COUNT,
+    HELD,
+    KNOWN,
+    MEMORY,
+    NEWEST,
+    OBSERVED,
+    ORDERING,
+    POSITIONS,
+    REPORT,
+    SCORE,
+    SCRATCH,
+    SELF_WEIGHT,
+    SLOT,
+    WEIGHT,
+    N,
+    When,
+    address_of,
+    check,
+    drop,
+    new_frame,
 )  # fmt: skip
 from tova.kernels.numba_math import UNSORTED, F, call, exp, pointer
 from tova.layer import LayerState

@@ -45,6 +45,7 @@ from tova.kernels.numba_math import SORTED, call, oldest, pointer
                     # far apart they are; then the addresses of features, float32 [N]
 ) = range(20)  # fmt: skip
 
+
 class RuleCall(NamedTuple):
     """A rule as kernels take it.
 

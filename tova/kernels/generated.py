@@ -7,6 +7,7 @@ what was just generated. Where no folder can be written it is kept in memory, an
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import linecache
 import os
@@ -78,10 +79,8 @@ def _folders() -> Iterator[Path]:
         yield Path(asked) / _FOLDER
     else:
         yield Path(__file__).parent / "__pycache__" / _FOLDER
-        try:
+        with contextlib.suppress(RuntimeError):  # nobody's home
             yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / _FOLDER
-        except RuntimeError:  # nobody's home
-            pass
     own = own_folder()
     if own is not None:
         yield own / _FOLDER

@@ -20,7 +20,17 @@ from tova.policies.base import Policy
 from tova.rules import tracing
 from tova.rules.expression import Node, Rule
 
-__all__ = ["Node", "NotARule", "Rule", "drops_oldest", "how_heads_combine", "is_rule", "remembered", "rule_of", "why_not"]
+__all__ = [
+    "Node",
+    "NotARule",
+    "Rule",
+    "drops_oldest",
+    "how_heads_combine",
+    "is_rule",
+    "remembered",
+    "rule_of",
+    "why_not",
+]
 
 _MOST = 4096
 _by_value: dict[Any, Any] = {}

@@ -1,9 +1,9 @@
 """A rule as compiled functions for the CPU: generated source, compiled by numba and called by address.
 
 The big kernels are compiled once for all rules; what a rule adds is two small C functions of one frame each
-(:mod:`tova.kernels.frame`). Arithmetic is that of the expression, in its dtypes and order, without liberties: records are
-what the policy's own functions make of them, bit for bit; exp, log and pow within a unit in the last place. Sums over all
-slots are added up in float64.
+(:mod:`tova.kernels.frame`). Arithmetic is that of the expression, in its dtypes and order, without liberties: records
+are what the policy's own functions make of them, bit for bit; exp, log and pow within a unit in the last place. Sums
+over all slots are added up in float64.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,7 +91,7 @@ class _Source:
 
 
 @lru_cache(maxsize=1024)
-def _functions(of: _Source) -> tuple[object, object, int]:
+def _functions(of: _Source) -> tuple[Any, Any, int]:
     """The two C functions of a rule, and how many arrays they work in."""
     from tova.kernels.compile import c_function
 
@@ -104,7 +105,9 @@ def source(rule: Rule) -> str:
     _write_step(step)
     _write_rank(rank)
     scratch = max(step.arrays, rank.arrays)
-    return "\n".join([_HEAD.format(key=rule.key), f"SCRATCH = {scratch}\n", *step.function("step"), *rank.function("rank")])
+    return "\n".join(
+        [_HEAD.format(key=rule.key), f"SCRATCH = {scratch}\n", *step.function("step"), *rank.function("rank")]
+    )
 
 
 def _write_step(w: _Writer) -> None:

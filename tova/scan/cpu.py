@@ -11,13 +11,31 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tova.errors import UsageError
 from tova.kernels.compile import jit
 from tova.kernels.frame import (
-    COUNT, HELD, KNOWN, MEMORY, N, NEWEST, OBSERVED, ORDERING, POSITIONS, REPORT, SCORE, SCRATCH, SELF_WEIGHT, SLOT,
-    WEIGHT, RuleCall, When, address_of, check, drop, new_frame,
+    COUNT,
+    HELD,
+    KNOWN,
+    MEMORY,
+    NEWEST,
+    OBSERVED,
+    ORDERING,
+    POSITIONS,
+    REPORT,
+    SCORE,
+    SCRATCH,
+    SELF_WEIGHT,
+    SLOT,
+    WEIGHT,
+    N,
+    RuleCall,
+    When,
+    address_of,
+    check,
+    drop,
+    new_frame,
 )  # fmt: skip
 from tova.kernels.numba_math import SORTED, F, call, exp
 from tova.policies import contract
@@ -84,7 +102,9 @@ def decide(policy: Policy, chunk: Chunk) -> Decision:
     memory = memory_of(slots, rule)
     held = slots.held.contiguous().numpy().view(np.uint8)
     positions = slots.positions.contiguous().numpy()
-    not_padding = np.ones((rows, steps), np.bool_) if chunk.not_padding is None else chunk.not_padding.contiguous().numpy()
+    not_padding = (
+        np.ones((rows, steps), np.bool_) if chunk.not_padding is None else chunk.not_padding.contiguous().numpy()
+    )
     allowed = np.empty((rows, 0, 0), np.bool_) if chunk.allowed is None else chunk.allowed.contiguous().numpy()
     sinks = np.empty((rows, 0), np.float32) if chunk.sink_logits is None else chunk.sink_logits.contiguous().numpy()
     counts = torch.cat([slots.observed, slots.newest], 1).numpy()
