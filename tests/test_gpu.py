@@ -466,7 +466,7 @@ def test_step_kernels_decide_as_torch(name: str, how: str, monkeypatch) -> None:
         return step(*arguments)
 
     monkeypatch.setattr(decode, "step", counting)
-    made, options = STEPPED[name], DECODED[how] | dict(prompt=14, tokens=26)
+    made, options = STEPPED[name], DECODED[how] | dict(prompt=14, tokens=22)
     if how == "softcap, sinks, wide values":
         attention = options["how"]
         options["how"] = dataclasses.replace(attention, sink_logits=attention.sink_logits.to(DEVICE))
@@ -474,7 +474,7 @@ def test_step_kernels_decide_as_torch(name: str, how: str, monkeypatch) -> None:
     assert taken == [0]
     found, fast = prompt_and_tokens(made, gpu.SCAN, device=DEVICE, **options)
     # The first token, and the first eviction, of a policy of one's own is watched, in plain torch.
-    assert taken == [12 if name != "everything" else 10 if how == "padded" else 11]
+    assert taken == [8 if name != "everything" else 6 if how == "padded" else 7]
     assert (slow.log.view == fast.log.view).all()
     assert made.prompt_only or (slow.log.view < NEVER).any()
     assert (found - expected).abs().max() < 1e-5
@@ -596,14 +596,17 @@ def test_kernels_say_what_they_cannot_take(monkeypatch) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_compile_for_an_h200() -> None:
-    """For built-in policies and one's own; without a card, and not interpreted."""
+@pytest.mark.parametrize(
+    "policy", ["everything", *(pytest.param(p, marks=pytest.mark.slow) for p in ("tova", "snapkv"))]
+)
+def test_kernels_compile_for_an_h200(policy: str) -> None:
+    """For a policy of one's own and built-in ones; without a card, and not interpreted."""
     here = Path(__file__).parent
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(here.parent), str(here)])
-    command = [sys.executable, "-m", "support.sm90"]
+    command = [sys.executable, "-m", "support.sm90", policy]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     print(done.stdout[-3000:], done.stderr[-3000:])
     assert done.returncode == 0
     for kernel in ("_scan", "_rows", "_attention", "_finite", "_one_by_one", "_place", "_update"):
-        assert done.stdout.count(f"{kernel}_kernel") == 4
+        assert f"{kernel}_kernel" in done.stdout

@@ -6,12 +6,8 @@ that its token joins; a score that is NaN ranks nothing; where too few can be ra
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -28,7 +24,6 @@ from tova.scan.select import has_triton
 
 BATCH, HEADS, GROUPS, TOKENS, SIZE, BUDGET = 2, 4, 2, 44, 8, 9
 NAN, INF = math.nan, math.inf
-KERNELS = has_triton(torch.device("cpu"))
 
 
 class Judge(Rule):
@@ -142,12 +137,12 @@ ENGINES = {
     "fixed_point": ("fixed_point", [TOKENS], 13, 1),
     "fixed_point, one chunk, then tokens": ("fixed_point", [30, *range(31, TOKENS + 1)], TOKENS, 1),
 }
-if KERNELS:
-    ENGINES = {
-        "gpu": ("gpu", [TOKENS], 22, 1),
-        "gpu, prompt and tokens": ("gpu", [16, *range(17, TOKENS + 1)], 16, 1),
-        "gpu, fixed point": ("gpu fixed_point", [TOKENS], 22, 1),
-    }
+KERNELS = {
+    "gpu": ("gpu", [TOKENS], 22, 1),
+    "gpu, prompt and tokens": ("gpu", [16, *range(17, TOKENS + 1)], 16, 1),
+    "gpu, fixed point": ("gpu fixed_point", [TOKENS], 22, 1),
+}
+"""Slow, since they are interpreted."""
 CLEAN: dict = {}
 """What the same text gives where all is finite, by policy, engine and case."""
 # What else may be the case; with a few policies each.
@@ -233,7 +228,7 @@ def head_sinks() -> torch.Tensor:
 
 def run(name: str, engine: str, made: dict[str, torch.Tensor], case: dict, monkeypatch) -> tuple:
     """Outputs and ``evicted_at`` of one engine; None where it does not know the policy."""
-    kind, cuts, chunk, threads = ENGINES[engine]
+    kind, cuts, chunk, threads = (ENGINES | KERNELS)[engine]
     policy = make(name)
     scan = {"reference": reference.SCAN, "cpu": cpu.SCAN, "split": cpu.SCAN, "fixed_point": fixed_point.SCAN}.get(kind)
     if kind == "split":
@@ -242,8 +237,8 @@ def run(name: str, engine: str, made: dict[str, torch.Tensor], case: dict, monke
     if kind.startswith("gpu"):
         from tova.scan import gpu
 
-        scan = gpu.SCAN if kind == "gpu" else fixed_point.SCAN
-        if kind == "gpu" and not gpu.supports(policy):
+        scan = gpu.SCAN if kind == "gpu" else gpu.FIXED_POINT
+        if not gpu.supports(policy):
             return None
     if scan is cpu.SCAN and not cpu.supports(policy):
         return None
@@ -276,11 +271,11 @@ def run(name: str, engine: str, made: dict[str, torch.Tensor], case: dict, monke
     return torch.cat(out, 2), state.log.view
 
 
-def compare(name: str, where: str, case: dict, monkeypatch) -> None:
+def compare(name: str, where: str, case: dict, monkeypatch, engines: Iterable[str] = ENGINES) -> None:
     made = numbers(where)
     expected, log, rows = judged(name, made, case)
     compared = 0
-    for engine in ENGINES:
+    for engine in engines:
         found = run(name, engine, made, case, monkeypatch)
         if found is None:
             continue
@@ -341,28 +336,17 @@ def test_what_was_dropped_may_weigh_more_than_a_float_holds(monkeypatch) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-@pytest.mark.skipif(KERNELS, reason="this is the process it starts")
-def test_kernels_do_as_the_judge() -> None:
-    """In Triton's interpreter, which has to be chosen before Triton is imported."""
-    here = Path(__file__).resolve()
-    chosen = [
-        f"{here}::test_every_engine_does_as_the_judge[{name}-{where}]"
-        for name, where in (
-            ("tova, sinks", "a key"), ("tova_head", "infinity in a key"), ("tova_official", "the first token"),
-            ("tova_value", "a value"), ("h2o", "while filling"), ("scissorhands", "a key"),
-            ("snapkv", "every other query"), ("l2norm", "a key"), ("tova", "all of the text"),
-        )
-    ] + [
-        f"{here}::test_whatever_else_is_the_case[{name}-{case}-{where}]"
-        for name, case, where in (
-            ("snapkv", "everything", "a key"), ("h2o_head", "sinks beside the softmax", "a query of one head"),
-            ("tova_value", "padding in front of what is not finite", "a value"),
-        )
-    ]  # fmt: skip
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([*sys.path, str(here.parent)])}
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", *chosen], env=environment, capture_output=True, text=True
-    )
-    assert found.returncode == 0, found.stdout[-4000:]
-    assert f"{len(chosen)} passed" in found.stdout
+@pytest.mark.skipif(not has_triton(torch.device("cpu")), reason="triton is not installed, or not interpreted")
+@pytest.mark.parametrize(
+    ("name", "case", "where"),
+    [
+        ("tova, sinks", None, "a key"), ("tova_head", None, "infinity in a key"),
+        ("tova_official", None, "the first token"), ("tova_value", None, "a value"), ("h2o", None, "while filling"),
+        ("scissorhands", None, "a key"), ("snapkv", None, "every other query"), ("l2norm", None, "a key"),
+        ("tova", None, "all of the text"), ("snapkv", "everything", "a key"),
+        ("h2o_head", "sinks beside the softmax", "a query of one head"),
+        ("tova_value", "padding in front of what is not finite", "a value"),
+    ],
+)  # fmt: skip
+def test_kernels_do_as_the_judge(name: str, case: str | None, where: str, monkeypatch) -> None:
+    compare(name, where, {} if case is None else CASES[case], monkeypatch, KERNELS)

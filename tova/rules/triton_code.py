@@ -7,7 +7,7 @@ share what was compiled.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -96,7 +96,7 @@ def counts_steps(rule: Rule) -> bool:
     return bool(rings(rule)) or any(node.op == "observed" for node in in_order(*rule.outputs.values()))
 
 
-@lru_cache(maxsize=256)
+@cache  # and never given back: a CUDA graph may point to them
 def _numbers(
     ints: tuple[int, ...], floats: tuple[float, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
