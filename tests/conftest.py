@@ -21,6 +21,10 @@ if not torch.cuda.is_available():  # the GPU's kernels are interpreted; to be sa
 
 pytest.register_assert_rewrite("support")
 
+from support import shapes
+
+shapes.install()
+
 
 @pytest.fixture(autouse=True)
 def few_threads(request):

@@ -156,7 +156,10 @@ def test_no_other_policy_counts() -> None:
     files = fingerprint.files(["experiments.tasks.perplexity", "tova.policies.tova"])
     assert {"tova.policies.tova", "tova.policies.base", "tova.replay", "tova.scan.cpu", "tova.measures"} <= set(files)
     others = {f"tova.policies.{p.stem}" for p in (ROOT / "tova/policies").glob("*.py")} & set(files)
-    assert others <= {f"tova.policies.{n}" for n in ("tova", "base", "layer_budgets", "old_names", "slots", "steps", "stepwise", "contract")}
+    assert others <= {
+        f"tova.policies.{n}"
+        for n in ("tova", "base", "layer_budgets", "old_names", "slots", "steps", "stepwise", "contract")
+    }
     assert not any(name.startswith(("experiments.report", "experiments.store", "tova.check")) for name in files)
 
 

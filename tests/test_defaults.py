@@ -14,8 +14,8 @@ import tova
 from tova import policies
 from tova.check import check
 from tova.compat import cache_argument
-from tova.replay import Attention, LayerState, replay
 from tova.decode import cpu as step
+from tova.replay import Attention, LayerState, replay
 from tova.scan import cpu, fixed_point, reference
 from tova.simulation import simulate
 from tova.trace import canonical_trace

@@ -179,7 +179,6 @@ def page(root: Path = ROOT) -> str:
 # -- what must be so ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="until the redesign has landed")
 def test_no_circle() -> None:
     assert circles(within(house(), "tova")) == []
 
@@ -224,7 +223,6 @@ def policies_named(source: str) -> list[str]:
     return [f"{line}: {name}" for line, name in sorted(found)]
 
 
-@pytest.mark.xfail(strict=True, reason="until the redesign has landed")
 def test_no_engine_names_a_policy() -> None:
     engines = {m: path for m, path in modules(packages=["tova"]).items() if room(m) in ENGINES}
     assert {room(module) for module in engines} == set(ENGINES)

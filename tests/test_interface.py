@@ -295,5 +295,3 @@ def test_replay_takes_its_old_arguments_and_no_others() -> None:
     assert torch.equal(*both)
     with pytest.raises(TypeError, match="nonsense"):
         replay(x, x, x, state, policy, Attention(0.5), scan=scan, nonsense=1)
-
-

@@ -20,9 +20,9 @@ from support.models import not_padding
 from support.oracle import LAST, PER_HEAD, RINGS, Row, Rule, f32
 from support.policies import options_of, small
 
+from tova.decode import cpu as step
 from tova.policies import Policy, Record
 from tova.replay import NEVER, Attention, LayerState, replay
-from tova.decode import cpu as step
 from tova.scan import cpu, fixed_point, reference
 from tova.scan.select import has_triton
 

@@ -23,9 +23,9 @@ from tova.policies import Slots
 from tova.policies.base import Schedule
 from tova.policies.steps import new_records
 from tova.replay import Attention, LayerState, replay
-from tova.side_by_side import SideBySide
 from tova.scan import Chunk, cpu, fixed_point, reference
 from tova.scan.chunk import weights_under
+from tova.side_by_side import SideBySide
 
 PAGE = Path(__file__).parent.parent / "docs" / "numerics.md"
 CANDIDATES = (640, 4_096, 16_384)

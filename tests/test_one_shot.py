@@ -160,7 +160,9 @@ def test_schedules_of_pyramidkv() -> None:
     made = policies.make("pyramidkv_prefill", budget=512, recent_window=8)
     remains = [made.for_layer(layer, 32).keeps_of_prompt(100_000, 10**6) for layer in range(32)]
     assert (remains[0], remains[31]) == (991, 61)
-    assert made.for_layer(0, 32).keeps_of_prompt(600, 10**6) == made.for_layer(31, 32).keeps_of_prompt(600, 10**6) == 512
+    assert (
+        made.for_layer(0, 32).keeps_of_prompt(600, 10**6) == made.for_layer(31, 32).keeps_of_prompt(600, 10**6) == 512
+    )
     assert made.for_layer(0, 32).keeps_of_prompt(1008, 10**6) == 991  # 2 * 504: no longer short
     assert made.for_layer(0, 32).keeps_of_prompt(1007, 10**6) == 512
     # A prompt of 960 has no 968 positions for the first layer: it is left whole, what is missing goes to the last.

@@ -1,8 +1,8 @@
 """Attention of policies that always drop the oldest, in closed form: there is nothing to scan.
 
 With a budget of k and s sink tokens the query at position p sees position j when ``j <= p`` and ``j < s`` or
-``j >= p - (k - s)``: the first few tokens and a band. Attention is then torch's own kernel on blocks of the band, and on
-everything where nothing is ever dropped.
+``j >= p - (k - s)``: the first few tokens and a band. Attention is then torch's own kernel on blocks of the band, and
+on everything where nothing is ever dropped.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from tova.errors import UsageError
 from tova.eviction_log import NEVER, PADDING
 from tova.limits import check_text, vocabulary
 from tova.observers import Seen
+from tova.shapes import Bool, Float, Int
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -93,7 +94,7 @@ def token_nll(
     return torch.cat(losses, 1)
 
 
-def _checked(model: PreTrainedModel, ids: Tensor, cache: Cache | None, segment: int, prompt: int) -> Tensor:
+def _checked(model: PreTrainedModel, ids: Tensor, cache: Cache | None, segment: int, prompt: int) -> Int[Tensor, "B T"]:
     """int64 [B, T], where the model reads it; raises for what :func:`token_nll` cannot measure."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         got = (
@@ -134,7 +135,7 @@ def _prefill(cache: Any, how: str) -> None:
     cache.prefill = how
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def _cross_entropy(logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """Logarithm of the sum of exponentials minus the target's logit: float32 [B, T], float64 for float64 logits.
 
     ``torch.nn.functional.cross_entropy`` adds up exponentials in float32, which over a whole vocabulary is off by 1e-5,
@@ -196,10 +197,10 @@ class AttentionReport:
         possible: ``min(32, t)``, or fewer where the layer has a window of its own.
     """
 
-    mass: Tensor
-    mass_with_self: Tensor
-    hits: Tensor
-    possible: Tensor
+    mass: Float[Tensor, "L B T"]
+    mass_with_self: Float[Tensor, "L B T"]
+    hits: Int[Tensor, "L B T"]
+    possible: Int[Tensor, "L B T"]
 
     def over(self, first_step: int, row: int = 0) -> LayerMeans:
         """Means per layer of batch row ``row`` over the steps from ``first_step`` on, added up in float64.
@@ -263,7 +264,7 @@ class AttentionMeasures:
             end = min(begin + self._block, steps)
             found.append(self._measure(seen, begin, end, keys[:, :, : seen.first + end]))
 
-    def _append(self, layer: int, key: Tensor) -> Tensor:
+    def _append(self, layer: int, key: Float[Tensor, "B K n D"]) -> Float[Tensor, "B K T D"]:
         filled = self._filled.get(layer, 0)
         total = filled + key.shape[2]
         if layer not in self._keys:
@@ -278,7 +279,9 @@ class AttentionMeasures:
         self._filled[layer] = total
         return self._keys[layer][:, :, :total]
 
-    def _measure(self, seen: Seen, begin: int, end: int, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _measure(
+        self, seen: Seen, begin: int, end: int, keys: Float[Tensor, "B K T D"]
+    ) -> tuple[Float[Tensor, "B n"], Float[Tensor, "B n"], Int[Tensor, "B n"], Int[Tensor, "B n"]]:
         device = keys.device
         batch, heads = seen.query.shape[:2]
         columns = keys.shape[2]
@@ -329,7 +332,9 @@ class AttentionMeasures:
         return AttentionReport(*(torch.stack(arrays) for arrays in zip(*layers, strict=True)))
 
 
-def _hits(row: Tensor, visible: Tensor, wanted: Tensor) -> Tensor:
+def _hits(
+    row: Float[Tensor, "*rows T"], visible: Bool[Tensor, "*rows T"], wanted: Int[Tensor, "*rows"]
+) -> Int[Tensor, "*rows"]:
     """int64 [...]: of the ``wanted`` largest entries of each row, ties to the lower position, how many are visible.
 
     Entries that do not count are negative.
@@ -343,7 +348,7 @@ def _hits(row: Tensor, visible: Tensor, wanted: Tensor) -> Tensor:
     return (chosen & visible & (row >= 0)).sum(-1)
 
 
-def lifetimes(evicted_at: Tensor) -> tuple[Tensor, Tensor]:
+def lifetimes(evicted_at: Int[Tensor, "*rows T"]) -> tuple[Int[Tensor, "*rows T"], Bool[Tensor, "*rows T"]]:
     """How long each token was kept: steps from its own to the last that saw it.
 
     Args:

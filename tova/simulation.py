@@ -75,7 +75,8 @@ def simulate(policy: Policy | Any, trace: Trace, engine: str = "auto") -> Simula
     Args:
         policy: a :class:`~tova.policies.base.Policy`, or anything with ``layer_budget`` (or ``budget``) and a
             ``start()`` that gives an object with ``on_decode_step(pos, attn)`` and ``evict(budget)``.
-        engine: ``stepwise`` drives the policy token by token; ``compiled`` is its rule in numba, decision for decision the
+        engine: ``stepwise`` drives the policy token by token; ``compiled`` is its rule in numba, decision for decision
+        the
             same; ``auto`` takes the compiled one where it can.
 
     Raises:

@@ -1,8 +1,8 @@
 """Products by the threads of a team, on the CPU.
 
-A scan takes steps one by one, on one core, so the values of a chunk are mixed by helpers while the next chunk is scanned.
-Parts are cut before they are handed out and are one call each, since threads that wait for each other's Python would gain
-nothing; buffers are used again and again, since fresh ones cost as much as filling them.
+A scan takes steps one by one, on one core, so the values of a chunk are mixed by helpers while the next chunk is
+scanned. Parts are cut before they are handed out and are one call each, since threads that wait for each other's Python
+would gain nothing; buffers are used again and again, since fresh ones cost as much as filling them.
 """
 
 from __future__ import annotations

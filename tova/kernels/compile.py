@@ -55,7 +55,7 @@ def c_function(function: Callable[..., Any], signature: Any) -> Any:
     from numba.core.ccallback import CFunc
     from numba.core.sigutils import normalize_signature
 
-    made = CFunc(function, normalize_signature(signature), locals={}, options={"error_model": "numpy"})
+    made: Any = CFunc(function, normalize_signature(signature), locals={}, options={"error_model": "numpy"})
     cache = _cache_of(function)
     if cache is not None:
         made._cache = cache

@@ -137,7 +137,7 @@ def lowest(score, positions, n, sorted):  # type: ignore[no-untyped-def]
     for j in range(n):
         if score[j] == least and positions[j] < at:
             at = positions[j]
-            slot = j
+            slot = np.int64(j)
     return slot
 
 
@@ -149,7 +149,7 @@ def oldest(held, positions, n, sinks):  # type: ignore[no-untyped-def]
     for j in range(n):
         if held[j] and sinks <= positions[j] < at:
             at = positions[j]
-            slot = j
+            slot = np.int64(j)
     return slot
 
 

@@ -1,8 +1,8 @@
 """What a policy is: parameters and a few pure functions.
 
-A policy is its parameters and a few pure functions over :class:`~tova.policies.slots.Slots`; subclass :class:`Policy` and
-say what is remembered (``records``), how a step changes it (``observe``) and what is dropped first (``score``). These
-functions are its only definition: the reference scan, the stepwise policy and the plain decode step call them
+A policy is its parameters and a few pure functions over :class:`~tova.policies.slots.Slots`; subclass :class:`Policy`
+and say what is remembered (``records``), how a step changes it (``observe``) and what is dropped first (``score``).
+These functions are its only definition: the reference scan, the stepwise policy and the plain decode step call them
 (:mod:`tova.policies.steps`), and the compiled engines are made from them (:mod:`tova.rules`).
 """
 

@@ -169,7 +169,10 @@ class Slots:
         )
 
     def scattered(self, name: str, slot: Tensor, values: Tensor | float) -> Tensor:
-        """Record ``name`` with ``values`` in slot int64 [R, 1] of each row: a number, or one slot of a record."""
+        """Record ``name`` with ``values`` in slot int64 [R, 1] of each row.
+
+        ``values`` is a number, or as the record with one slot.
+        """
         old, dim = self.records[name], self.slot_dim(name)
         shape = [*old.shape]
         shape[dim] = 1

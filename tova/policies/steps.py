@@ -1,15 +1,15 @@
 """One step of a policy: it observes, the newest token joins, and what is too much goes.
 
 Every engine that asks a policy's own functions takes its steps through :func:`take_step`: the reference scan, the fixed
-point and the plain decode step; the stepwise policy goes through its parts. The compiled engines take the same functions
-as expressions (:mod:`tova.rules`).
+point and the plain decode step; the stepwise policy goes through its parts. The compiled engines take the same
+functions as expressions (:mod:`tova.rules`).
 
-What is not finite. A step whose combined weights are not all finite (a NaN or an infinity in a query or a key) is a step
-about which nothing is known: no record changes, a ring does not advance, ``observed`` does not count, and the newcomer
-joins with fill records. Kept sets are independent: only the one whose weights they are. The eviction goes by the records
-there are. A score that is NaN is nothing to rank by, so it makes no candidate; where there are fewer candidates than
-must go, the oldest held positions that are no sinks go for the rest. So the budget always holds, and what is poisoned is
-the oldest at last and leaves.
+What is not finite. A step whose combined weights are not all finite (a NaN or an infinity in a query or a key) is a
+step about which nothing is known: no record changes, a ring does not advance, ``observed`` does not count, and the
+newcomer joins with fill records. Kept sets are independent: only the one whose weights they are. The eviction goes by
+the records there are. A score that is NaN is nothing to rank by, so it makes no candidate; where there are fewer
+candidates than must go, the oldest held positions that are no sinks go for the rest. So the budget always holds, and
+what is poisoned is the oldest at last and leaves.
 """
 
 from __future__ import annotations
@@ -50,14 +50,12 @@ def take_step(
     where = slot if isinstance(slot, Tensor) else torch.full((len(row), 1), slot, device=row.device)
     observe(policy, slots, row.masked_fill(~slots.held, 0.0), active, known)
     admit(policy, slots, where, position, active, self_weight=row.gather(-1, where), known=known)
-    excess: Tensor | int
     if held is not None:
-        excess = held + 1 - schedule.leaves if held + 1 >= schedule.evict_at else 0
-        if not excess:
+        if held + 1 < schedule.evict_at:
             return None
-        dropped = choose(policy, slots, excess)
+        dropped = choose(policy, slots, held + 1 - schedule.leaves)
     else:
-        excess = ask(policy, "excess", slots.newest, slots, schedule)
+        excess: Tensor = ask(policy, "excess", slots.newest, slots, schedule)
         if row.device.type == "cpu" and not bool(excess.any()):
             return None
         most = None if policy.uneven else min(max(schedule.at_once, 1), slots.held.shape[1])
@@ -143,8 +141,8 @@ def admit(
 ) -> None:
     """Let the newest token join, in place: occupy ``slot`` (an index, or int64 [R, 1]) with fresh records.
 
-    ``self_weight`` [R, 1] is the weight it gave to itself, None where tokens do not attend to themselves; ``known`` bool
-    [R, 1] says where it is finite, None if everywhere.
+    ``self_weight`` [R, 1] is the weight it gave to itself, None where tokens do not attend to themselves; ``known``
+    bool [R, 1] says where it is finite, None if everywhere.
     """
     rows = slots.positions.shape[0]
     where = slot if isinstance(slot, Tensor) else torch.full((rows, 1), slot, device=slots.positions.device)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,7 +91,7 @@ class _Source:
 
 
 @lru_cache(maxsize=1024)
-def _functions(of: _Source) -> tuple[object, object, int]:
+def _functions(of: _Source) -> tuple[Any, Any, int]:
     """The two C functions of a rule, and how many arrays they work in."""
     from tova.kernels.compile import c_function
 

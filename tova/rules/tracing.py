@@ -64,7 +64,7 @@ def _trace(policy: Policy, dtype: torch.dtype) -> Rule:
         fill = bool(record.fill) if of == torch.bool else int(record.fill) if of == torch.int64 else float(record.fill)
         fills[name] = tracer.number(fill, of)
     ints, floats = tuple(tracer.ints), tuple(tracer.floats)
-    usual = _PROTECTED_BY_ALL(policy, slots)  # type: ignore[arg-type]
+    usual: Any = _PROTECTED_BY_ALL(policy, slots)  # type: ignore[arg-type]
     ranked = score.node.args[0] if score.node.op == "cast" else score.node
     return Rule(
         name=policy.name or type(policy).__name__,
@@ -373,7 +373,7 @@ for _symbol, _name in {
     setattr(Symbol, f"__r{_symbol}__", _operator(_name, swapped=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs"):
     setattr(Symbol, f"__{_name}__", _operator(_name))
-Symbol.__invert__ = _operator("bitwise_not")  # type: ignore[attr-defined]
+setattr(Symbol, "__invert__", _operator("bitwise_not"))  # noqa: B010
 
 
 def _apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:

@@ -12,7 +12,8 @@ softmax, usually many. What the guess has dropped is given its weight all the sa
 turns out to be held would be chosen in the next step, and every round would settle just one.
 
 The rounds here are plain torch, on any device; on CUDA, where Triton is there, :mod:`tova.scan.gpu` has rounds of two
-kernels each for policies whose rule is an expression. Any policy that a cache could run can be scanned, one's own included.
+kernels each for policies whose rule is an expression. Any policy that a cache could run can be scanned, one's own
+included.
 
 Shape letters as in :mod:`tova.layer`.
 """
