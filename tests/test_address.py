@@ -163,6 +163,20 @@ def test_no_other_policy_counts() -> None:
     assert not any(name.startswith(("experiments.report", "experiments.store", "tova.check")) for name in files)
 
 
+def test_code_that_rules_were_written_as_changes_no_address(tmp_path) -> None:
+    """It lies beside the engines where that folder can be written, and comes and goes."""
+    from tova import policies
+    from tova.rules import rule_of
+    from tova.rules.numba_code import bind
+
+    before = fingerprint.files(["experiments.tasks.perplexity", "tova.policies.tova"])
+    bind(rule_of(policies.make("tova")))
+    fingerprint._engine.cache_clear()
+    after = fingerprint.files(["experiments.tasks.perplexity", "tova.policies.tova"])
+    assert sorted(before) == sorted(after)
+    assert not any("__pycache__" in name for name in after)
+
+
 def test_what_is_left_out_of_code(tmp_path) -> None:
     def digest(text: str) -> str:
         path = tmp_path / "m.py"

@@ -34,6 +34,8 @@ def modules(root: Path = ROOT, packages: Iterable[str] = PACKAGES) -> dict[str, 
     for package in packages:
         for path in sorted((root / package).rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
+            if "__pycache__" in parts:  # what rules were written as, for numba and Triton
+                continue
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
