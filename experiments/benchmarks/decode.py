@@ -116,12 +116,12 @@ class BenchDecode(Benchmark):
 
     def _caches(self, budget: int) -> dict[str, Any]:
         """What is timed side by side; all hold ``budget`` entries between steps."""
+        from experiments.benchmarks.own import make
         from tova import EvictingCache
-        from tova import policies as known
 
         caches: dict[str, Any] = {PLAIN: _ordinary_cache()}
         for name in self.policies:
-            caches[name] = EvictingCache(known.make(name, budget=budget), log=False, prefill="one_shot")
+            caches[name] = EvictingCache(make(name, budget), log=False, prefill="one_shot")
         if self.kvpress:
             caches[KVPRESS] = _ordinary_cache()
         return caches

@@ -59,7 +59,7 @@ class BenchReplay(Benchmark):
     """
 
     lengths: Sequence[int] = (4096, 8192)
-    policies: Sequence[str] = ("window", "streaming_llm")
+    policies: Sequence[str] = ("window", "streaming_llm", "decay")
     repetitions: int = 3
     measures: bool = True
     places: int = 5
@@ -119,10 +119,11 @@ class BenchReplay(Benchmark):
 
     def _passes(self, model: PreTrainedModel, ids: Tensor, own: Policy) -> dict[str, Callable[[], float]]:
         """What is timed: each reads ``ids`` with a fresh cache."""
-        from tova import EvictingCache, policies
+        from experiments.benchmarks.own import make as policy_of
+        from tova import EvictingCache
         from tova.measures import AttentionMeasures, token_nll
 
-        others = {name: policies.make(name, budget=own.budget) for name in self.policies if name != own.name}
+        others = {name: policy_of(name, own.budget) for name in self.policies if name != own.name}
         made: dict[str, Callable[[], Any]] = {FULL: lambda: None}
         for label, policy in {own.label: own, **others}.items():
             made[label] = functools.partial(EvictingCache, policy, log=False)

@@ -32,21 +32,21 @@ TABLE_BUDGETS = (256, 512, 1024)
 class BenchSimulation(Benchmark):
     """Times ``simulate`` on the canonical trace, which is generated once, with its heavy hitters, and not counted.
 
-    Every compiled policy is simulated ``repetitions`` times, in turn, and once by its running policy, which takes the
+    Every compiled policy is simulated ``repetitions`` times, in turn, and once by its stepwise policy, which takes the
     same decisions step by step in torch. The table of 21 rows is timed from nothing, generation included.
 
     Args:
-        policies: by name; those that are not compiled are timed by the running engine only.
+        policies: by name; those that are not compiled are timed by the stepwise engine only.
         budget: positions kept.
         tokens: of the trace.
         repetitions: of the compiled engine, after one that is not counted.
-        running: whether the running engine is timed too; it takes seconds per policy.
+        running: whether the stepwise engine is timed too; it takes seconds per policy.
 
     Raises:
         UsageError: nothing to time, or a number out of its range.
     """
 
-    policies: Sequence[str] = (*TABLE, "h2o_half", "random")
+    policies: Sequence[str] = (*TABLE, "h2o_half", "random", "decay")
     budget: int = 256
     tokens: int = 4096
     repetitions: int = 7
@@ -66,11 +66,11 @@ class BenchSimulation(Benchmark):
         return self.tokens
 
     def measure(self, context: Context) -> tuple[Row, dict[str, np.ndarray]]:
-        from tova import policies as known
+        from experiments.benchmarks.own import make
         from tova.trace import canonical_trace
 
         trace = canonical_trace(tokens=self.tokens)
-        made = {name: known.make(name, budget=self.budget) for name in self.policies}
+        made = {name: make(name, self.budget) for name in self.policies}
         passes = {
             name: functools.partial(_seconds, policy, trace, "compiled")
             for name, policy in made.items()
