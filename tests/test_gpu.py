@@ -212,7 +212,7 @@ def test_scans_by_name() -> None:
 
 def test_without_triton_a_scan_on_it_is_refused(monkeypatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(UsageError, match="scan=gpu needs triton, and tensors on CUDA"):
+    with pytest.raises(UsageError, match=r"scan=gpu needs triton 3\.4 or newer, and tensors on CUDA"):
         select("gpu", policies.make("tova"), torch.device("cpu"), torch.float32)
 
 

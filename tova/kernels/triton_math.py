@@ -274,8 +274,9 @@ def recent_floor(n, slots, JOINED: tl.constexpr):  # type: ignore[no-untyped-def
     if search:
         wanted = tl.minimum(n, slots.count)
         found = tl.sum((slots.held & (slots.position >= floor)).to(tl.int64), 0)
-        while found < wanted:  # so many more are at least as many positions lower
-            floor -= wanted - found
+        while found < wanted:  # so many more are at least as many positions lower, and none of them is in a gap
+            below = tl.max(tl.where(slots.held & (slots.position < floor), slots.position, -1), 0)
+            floor = tl.minimum(floor - (wanted - found), below)
             found = tl.sum((slots.held & (slots.position >= floor)).to(tl.int64), 0)
     return floor
 

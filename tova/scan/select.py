@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import os
+import re
 from functools import lru_cache
 
 import torch
@@ -18,19 +19,24 @@ from tova.scan.chunk import Scan
 SCANS = ("auto", "reference", "cpu", "gpu", "fixed_point")
 
 
+OLDEST_TRITON = (3, 4)
+"""Kernels take tuples, and functions among them, which older ones do not; torch 2.8 comes with 3.4."""
+
+
 def has_triton(device: torch.device) -> bool:
-    """Whether Triton is there and can run on ``device``: CUDA, or anything in its interpreter (TRITON_INTERPRET=1)."""
-    return (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1") and _knows_tuples()
+    """Whether a Triton new enough is there and can run on ``device``: CUDA, or anything in its interpreter
+    (TRITON_INTERPRET=1)."""
+    return (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1") and triton_version() >= OLDEST_TRITON
 
 
 @lru_cache(maxsize=1)
-def _knows_tuples() -> bool:
-    """Whether there is a Triton of 3.4 or later: kernels take tuples, and functions among them."""
-    try:
-        major, minor, *_ = importlib.metadata.version("triton").split(".")
-        return (int(major), int(minor)) >= (3, 4)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return False
+def triton_version() -> tuple[int, ...]:
+    """Major and minor version, whatever the distribution it came with is called; () if there is none."""
+    if importlib.util.find_spec("triton") is None:
+        return ()
+    import triton
+
+    return tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
 
 
 def select(name: str, policy: Policy, device: torch.device, dtype: torch.dtype) -> Scan:
@@ -57,7 +63,8 @@ def select(name: str, policy: Policy, device: torch.device, dtype: torch.dtype) 
                 from tova.scan import gpu
 
                 reason = gpu.why_not(policy, dtype)
-            raise UsageError(_cannot("gpu", policy, device, dtype, "triton, and tensors on CUDA", reason))
+            needs = f"triton {'.'.join(map(str, OLDEST_TRITON))} or newer, and tensors on CUDA"
+            raise UsageError(_cannot("gpu", policy, device, dtype, needs, reason))
     if device.type == "cpu" and compile.available():
         from tova.scan import cpu
 
