@@ -45,7 +45,7 @@ def policy_class(target: Any) -> type[Policy]:
     found = _find("policy", target)
     option = f"policy._target_={target}"
     if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise UsageError(f"{option}: is no subclass of tova.policies.Policy")
+        raise UsageError(f"{option}: is not a subclass of tova.policies.Policy")
     _check_complete(option, found)
     if takes_budget(found) and found.score is Policy.score:
         raise UsageError(f"{option}: defines no score(slots), which says what is dropped first")

@@ -71,6 +71,14 @@ class Data:
 
 def function(**parameters):
     raise SystemExit("was called")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branches(Decay):
+    name = "branches"
+
+    def score(self, slots):
+        return slots["mass"] if bool(slots.held.all()) else -slots["mass"]
 """
 
 FILES: dict[str, str | bytes] = {
@@ -174,8 +182,8 @@ MISTAKES: dict[str, Mistakes] = {
         "an interval for a trace": (["task=trace", "evict_every=8"], "evict_every=8: task=trace evicts at every step; leave it out"),
         "a policy of prompts on a trace": (["task=trace", "policy=snapkv_prefill"], "policy=snapkv_prefill: selects once, at the end of a prompt, and task=trace has none"),
         "nothing to compare": (["task=dtypes", "policy=full"], "policy=full: drops nothing, so task=dtypes has nothing to compare"),
-        "a GPU's scan on a CPU": (["task.scan=gpu", "device=cpu"], "task.scan=gpu needs triton, CUDA tensors and a compiled built-in policy, not tova on cpu in float32"),
-        "a compiled scan of one's own policy": (["policy._target_=own.Decay", "task.scan=cpu"], "task.scan=cpu needs numba, CPU tensors and a compiled built-in policy, not decay on cpu in float32"),
+        "a GPU's scan on a CPU": (["task.scan=gpu", "device=cpu"], "task.scan=gpu needs triton 3.4 or newer, and tensors on CUDA, and what it is given is on cpu in float32 under tova; scan=auto takes what fits"),
+        "a compiled scan of one's own policy": (["policy._target_=own.Branches", "task.scan=cpu"], "task.scan=cpu cannot take branches: score depends on the numbers in a tensor (a branch, a loop, a number taken out of it); scan=auto takes it by the reference"),
         "a guess at what is dropped": (["policy=h2o_masked", "task.scan=fixed_point"], "task.scan=fixed_point: h2o_masked looks at dropped tokens, so there is nothing to guess"),
         "heads that cannot be shared": (["model.kv_heads=3"], "model.kv_heads=3: must divide model.heads, which is 4"),
         "several values without -m": (["budget=16,32"], "budget=16,32: several values make a sweep; add -m (or --multirun) before them"),
@@ -231,8 +239,8 @@ MISTAKES: dict[str, Mistakes] = {
         "a module that is unfinished": (["policy._target_=unfinished.Mine"], "policy._target_=unfinished.Mine: cannot be imported, SyntaxError: invalid syntax (unfinished.py, line 1)"),
         "a module that needs another": (["policy._target_=needs.Mine"], "policy._target_=needs.Mine: cannot be imported, ModuleNotFoundError: No module named 'a_package_nobody_has' (needs.py, line 1)"),
         "a module that leaves": (["policy._target_=leaves.Mine"], "policy._target_=leaves.Mine: cannot be imported, SystemExit: 3 (leaves.py, line 1)"),
-        "a class that is no policy": (["policy._target_=builtins.dict"], "policy._target_=builtins.dict: is no subclass of tova.policies.Policy"),
-        "a function": (["policy._target_=own.function"], "policy._target_=own.function: is no subclass of tova.policies.Policy"),
+        "a class that is no policy": (["policy._target_=builtins.dict"], "policy._target_=builtins.dict: is not a subclass of tova.policies.Policy"),
+        "a function": (["policy._target_=own.function"], "policy._target_=own.function: is not a subclass of tova.policies.Policy"),
         "no score": (["policy._target_=own.NoScore"], "policy._target_=own.NoScore: defines no score(slots), which says what is dropped first"),
         "the base class": (["policy._target_=tova.policies.Policy"], "policy._target_=tova.policies.Policy: defines no score(slots), which says what is dropped first"),
         "a policy that raises": (["policy._target_=own.Raises"], "policy=raises: cannot be made, RuntimeError: out of luck (own.py, line 37)"),
@@ -295,6 +303,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a GPU's scan is none without one
     yield tmp_path
     for module in [m for m in sys.modules if f"{m}.py" in FILES]:
         del sys.modules[module]
