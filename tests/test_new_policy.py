@@ -1,5 +1,5 @@
-"""One more policy is one file: here is one with a ring, a feature and its own weight, which no engine has heard of. It
-runs through all of them, the GPU's kernels in Triton's interpreter, against a loop that really evicts, on plain lists."""
+"""One more policy is one file: here is one with a ring, a feature and its own weight that no engine has heard of. It
+runs through all of them, the kernels of a GPU in Triton's interpreter, against a loop that really evicts, on lists."""
 
 from __future__ import annotations
 
