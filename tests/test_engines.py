@@ -44,7 +44,7 @@ def page() -> str:
         "# Which policy runs on which engine",
         "",
         "Made by `python tests/test_engines.py` from what the engines say; the tests hold it to that. What no compiled",
-        "engine takes runs on the reference: the scan in plain torch, the plain decode step and the stepwise simulation,",
+        "engine takes runs on the reference: the scan in plain torch, the plain decode step, the stepwise simulation,",
         "which run every policy and decide alike. What that costs is measured in `results/bench_simulation` (column",
         "*times faster*); the costs here are a step's and an eviction's, as each policy's card counts them.",
         "",
