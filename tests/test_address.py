@@ -91,7 +91,7 @@ def test_edited_data_are_others(place) -> None:
 
 WATCHED = textwrap.dedent(
     """
-    import sys, threading
+    import re, sys, threading
     from hydra import compose, initialize_config_dir
     from pathlib import Path
     from experiments import fingerprint, settings, sweeper
@@ -109,7 +109,7 @@ WATCHED = textwrap.dedent(
 
     def watch(frame, event, arg):
         name = frame.f_code.co_filename
-        if event == "call" and name.startswith(str(root)) and "/.venv/" not in name:
+        if event == "call" and name.startswith(str(root)) and not re.search("/.venv/|/__pycache__/", name):
             ran.add(name)
 
     kept = Kept()

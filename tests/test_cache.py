@@ -272,7 +272,7 @@ def test_a_policy_of_ones_own_is_compiled_as_a_built_in_one_is(llama) -> None:
 
     forward(llama, ids, other := EvictingCache(Branches(budget=20)))
     assert (other.evicted_at == builtin.evicted_at).all()
-    with pytest.raises(UsageError, match=r"scan=cpu cannot take mine: score depends on the numbers in a tensor"):
+    with pytest.raises(UsageError, match=r"scan=cpu cannot take mine: score goes over all rows at once"):
         forward(llama, ids, EvictingCache(Branches(budget=20), scan="cpu"))
 
 

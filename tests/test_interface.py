@@ -217,7 +217,7 @@ def test_rows_that_hold_different_numbers_take_no_more_room_than_they_need() -> 
 def test_old_names_of_a_policy_still_work_for_one_release() -> None:
     policy = policies.make("pyramidkv", budget=512).for_layer(0, 32)
     with pytest.warns(DeprecationWarning, match="effective_budget is called layer_budget now"):
-        assert policy.layer_budget == policy.layer_budget == 819
+        assert policy.effective_budget == policy.layer_budget == 819
     with pytest.warns(DeprecationWarning, match="evicts_to"):
         assert policy.keeps(100) == policy.evicts_to(100) == 100
     with pytest.warns(DeprecationWarning, match="keeps_of_prompt"):

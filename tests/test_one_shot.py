@@ -65,7 +65,7 @@ def test_tova_official_rounds_as_the_models_dtype_does(dtype) -> None:
     """
 
     class Unrounded(policies.TovaOfficial):
-        rounds_weights = False
+        combine = policies.Policy.combine
 
     model = tiny("llama")
     for layer in model.model.layers:

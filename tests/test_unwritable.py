@@ -31,8 +31,8 @@ for begin, end in ((0, 20), (20, 24)):
     part = x[:, :, begin:end]
     replay(part, part, part, state, policy, Attention(0.5), scan=scan)
 mass = simulate(policy, canonical_trace(tokens=64)).retained_mass
-print(scan.__module__, int(state.log.view.clamp_max(99).sum()), round(mass, 9))
-if scan.__module__.endswith("cpu"):
+print(scan.name, int(state.log.view.clamp_max(99).sum()), round(mass, 9))
+if scan.name == "cpu":
     from tova.scan import cpu
     print(cpu._scan_row.stats.cache_path, sum(cpu._scan_row.stats.cache_hits.values()))
 """
@@ -41,7 +41,7 @@ if scan.__module__.endswith("cpu"):
 LITTLE = """
 from tova.kernels import numba_math
 rest = numba_math.remainder
-print("tova.scan.cpu", rest(-5.5, 2.0), rest(7.25, -2.0), rest.stats.cache_path, sum(rest.stats.cache_hits.values()))
+print("cpu", rest(-5.5, 2.0), rest(7.25, -2.0), rest.stats.cache_path, sum(rest.stats.cache_hits.values()))
 """
 
 
@@ -77,7 +77,7 @@ for kind in list(vars(caching).values()):
 
 def test_a_folder_of_ones_own_is_used(tmp_path, expected) -> None:
     first = run(before=NO_PLACE, TMPDIR=str(tmp_path))
-    assert first[0] == "tova.scan.cpu"
+    assert first[0] == "cpu"
     assert first[1:3] == expected
     (folder,) = tmp_path.glob("tova-numba-*")
     assert Path(first[3]).parent == folder
@@ -106,7 +106,7 @@ def test_anybody_elses_folder_is_not(tmp_path, expected, how: str) -> None:
         folder.mkdir(mode=0o700)
         os.chown(folder, 12345, 12345)
     found = run(before=NO_PLACE, TMPDIR=str(tmp_path))
-    assert found[:3] == ["tova.scan.cpu", *expected]
+    assert found[:3] == ["cpu", *expected]
     assert found[3] == "None"
     assert not list(tmp_path.rglob("*.nb[ic]"))
 
@@ -126,7 +126,7 @@ def test_without_numba_torch_does_it(tmp_path, worked, how: str) -> None:
         (tmp_path / "numba" / "__init__.py").write_text("raise SystemError('initialization failed')\n")
         broken = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
     found = run(WORK, before=broken)
-    assert found[0] == "tova.scan.reference"
+    assert found[0] == "reference"
     assert found[1:] == worked
     says = run(
         "from tova import UsageError\ntry:\n    " + "\n    ".join(WORK.strip().splitlines()[:8])
@@ -186,11 +186,11 @@ def test_a_read_only_installation_and_no_home(worked, expected) -> None:
             shutil.copytree(ROOT / "tova", f"{place}/tova", ignore=shutil.ignore_patterns("__pycache__"))
             assert _mount("mount", "-o", "remount,ro", place)
             found = run(WORK, tree=Path(place), HOME="/proc/nohome", XDG_CACHE_HOME="/proc/nohome")
-            assert found[:3] == ["tova.scan.cpu", *worked]
+            assert found[:3] == ["cpu", *worked]
             assert f"tova-numba-{os.getuid()}" in found[3]
             found = run(tree=Path(place), HOME="/proc/nohome", XDG_CACHE_HOME="/proc/nohome", TMPDIR="/proc/none",
                         before="import tempfile; tempfile.gettempdir = lambda: '/proc/none'\n")  # fmt: skip
-            assert found[:4] == ["tova.scan.cpu", *expected, "None"]
+            assert found[:4] == ["cpu", *expected, "None"]
         finally:
             subprocess.run(["umount", place])
 

@@ -435,7 +435,7 @@ def test_padding_stays_what_it_was(llama) -> None:
 def test_a_layer_that_calls_its_attention_twice() -> None:
     """Its second call would take every token once more."""
     model = tiny("llama")
-    original = tova.attention.attend
+    original = tova.attention.evicting_attention
 
     def twice(*args, **kwargs):
         original(*args, **kwargs)
@@ -473,7 +473,7 @@ def test_changed_keys_and_values_are_noticed_at_once(what: str) -> None:
 
     def changing(module, query, key, value, *args, **kwargs):
         key, value = (key * 1.0, value) if what == "key" else (key, value * 1.0)
-        return tova.attention.attend(module, query, key, value, *args, **kwargs)
+        return tova.attention.evicting_attention(module, query, key, value, *args, **kwargs)
 
     AttentionInterface.register(tova.attention.NAME, changing)
     try:
@@ -486,7 +486,9 @@ def test_changed_keys_and_values_are_noticed_at_once(what: str) -> None:
 @pytest.mark.parametrize("how", ["contiguous", "clone", "detach"])
 def test_copied_keys_and_values_are_followed(llama, how: str) -> None:
     def copying(module, query, key, value, *args, **kwargs):
-        return tova.attention.attend(module, query, getattr(key, how)(), getattr(value, how)(), *args, **kwargs)
+        return tova.attention.evicting_attention(
+            module, query, getattr(key, how)(), getattr(value, how)(), *args, **kwargs
+        )
 
     ids = tokens(2, 40)
     expected = forward(llama, ids, make())
@@ -503,7 +505,7 @@ def test_an_observer_of_the_attention_function_may_look(llama) -> None:
 
     def spy(module, query, key, value, *args, **kwargs):
         seen.append((query @ key.as_subclass(torch.Tensor).repeat_interleave(2, 1).transpose(-1, -2)).shape)
-        return tova.attention.attend(module, query, key, value, *args, **kwargs)
+        return tova.attention.evicting_attention(module, query, key, value, *args, **kwargs)
 
     ids = tokens(1, 30)
     expected = forward(llama, ids, make())
@@ -553,13 +555,13 @@ def interrupt(model, where: str):
     def between(module, *args, **kwargs):
         if module is layer.self_attn:
             stop()
-        return tova.attention.attend(module, *args, **kwargs)
+        return tova.attention.evicting_attention(module, *args, **kwargs)
 
     def within(module, query, *args, **kwargs):
         from tova import replay
 
         if module is not layer.self_attn:
-            return tova.attention.attend(module, query, *args, **kwargs)
+            return tova.attention.evicting_attention(module, query, *args, **kwargs)
         original = replay._compact
 
         def second(*arguments):
@@ -570,12 +572,12 @@ def interrupt(model, where: str):
 
         replay._compact = second
         try:
-            return tova.attention.attend(module, query, *args, **kwargs)
+            return tova.attention.evicting_attention(module, query, *args, **kwargs)
         finally:
             replay._compact = original
 
     AttentionInterface.register(tova.attention.NAME, between if where == "before its attention" else within)
-    return lambda: AttentionInterface.register(tova.attention.NAME, tova.attention.attend)
+    return lambda: AttentionInterface.register(tova.attention.NAME, tova.attention.evicting_attention)
 
 
 HALF = ["before the layer", "before its attention", "within its attention"]

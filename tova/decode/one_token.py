@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tova.call import Call
-from tova.decode import cpu, plain
+from tova.decode import plain
 from tova.kernels import compile
 from tova.layer import LayerState
 from tova.scan.chunk import Scan
@@ -27,6 +27,8 @@ def decode(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: C
 
         step = gpu.step
     elif not call.one_shot and _on_cpu(scan, call, query):
+        from tova.decode import cpu
+
         step = cpu.step
     else:
         step = plain.step
@@ -49,6 +51,8 @@ def _expire(state: LayerState, call: Call) -> None:
 def _on_cpu(scan: Scan, call: Call, query: Tensor) -> bool:
     if scan.name == "reference" or query.device.type != "cpu" or not compile.available():
         return False
+    from tova.decode import cpu
+
     return cpu.supports(call.policy, query.dtype)
 
 

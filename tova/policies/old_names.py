@@ -55,8 +55,7 @@ def _remains(cls: Any, old: Any) -> None:
 
 
 def _rounds(cls: Any, old: bool) -> None:
-    if old:
-        cls.combine = lambda self, heads: heads.rounded.mean(1).float()
+    cls.combine = lambda self, heads: (heads.rounded if old else heads.weights).mean(1).float()
 
 
 _OVERRIDDEN = (
