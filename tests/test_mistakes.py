@@ -183,7 +183,7 @@ MISTAKES: dict[str, Mistakes] = {
         "a policy of prompts on a trace": (["task=trace", "policy=snapkv_prefill"], "policy=snapkv_prefill: selects once, at the end of a prompt, and task=trace has none"),
         "nothing to compare": (["task=dtypes", "policy=full"], "policy=full: drops nothing, so task=dtypes has nothing to compare"),
         "a GPU's scan on a CPU": (["task.scan=gpu", "device=cpu"], "task.scan=gpu needs triton 3.4 or newer, and tensors on CUDA, and what it is given is on cpu in float32 under tova; scan=auto takes what fits"),
-        "a compiled scan of one's own policy": (["policy._target_=own.Branches", "task.scan=cpu"], "task.scan=cpu cannot take branches: score depends on the numbers in a tensor (a branch, a loop, a number taken out of it); scan=auto takes it by the reference"),
+        "a compiled scan of one's own policy": (["policy._target_=own.Branches", "task.scan=cpu"], "task.scan=cpu cannot take branches: score goes over all rows at once; over slots is dim=-1; scan=auto takes it by the reference"),
         "a guess at what is dropped": (["policy=h2o_masked", "task.scan=fixed_point"], "task.scan=fixed_point: h2o_masked looks at dropped tokens, so there is nothing to guess"),
         "heads that cannot be shared": (["model.kv_heads=3"], "model.kv_heads=3: must divide model.heads, which is 4"),
         "several values without -m": (["budget=16,32"], "budget=16,32: several values make a sweep; add -m (or --multirun) before them"),

@@ -129,8 +129,8 @@ def test_upper_bound(trace) -> None:
 
 
 COMPILED = (
-    *PUBLISHED, "full", "h2o_half", "h2o_head", "h2o_masked", "scissorhands_paper", "streaming_llm_reindexed", "tova_head",
-    "tova_official", "random",
+    *PUBLISHED, "full", "h2o_half", "h2o_head", "h2o_masked", "scissorhands_paper", "streaming_llm_reindexed",
+    "tova_head", "tova_official", "random",
 )  # fmt: skip
 
 

@@ -558,11 +558,11 @@ def interrupt(model, where: str):
         return tova.attention.evicting_attention(module, *args, **kwargs)
 
     def within(module, query, *args, **kwargs):
-        from tova import replay
+        from tova.layer import LayerState
 
         if module is not layer.self_attn:
             return tova.attention.evicting_attention(module, query, *args, **kwargs)
-        original = replay._compact
+        original = LayerState.carry
 
         def second(*arguments):
             calls.append(1)
@@ -570,11 +570,11 @@ def interrupt(model, where: str):
                 stop()
             original(*arguments)
 
-        replay._compact = second
+        LayerState.carry = second
         try:
             return tova.attention.evicting_attention(module, query, *args, **kwargs)
         finally:
-            replay._compact = original
+            LayerState.carry = original
 
     AttentionInterface.register(tova.attention.NAME, between if where == "before its attention" else within)
     return lambda: AttentionInterface.register(tova.attention.NAME, tova.attention.evicting_attention)
