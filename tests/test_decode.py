@@ -140,7 +140,6 @@ def test_other_policies_and_precisions_keep_the_torch_step(monkeypatch) -> None:
     for t in range(30):
         forward(model, tokens(1, 30)[:, t : t + 1], cache)
     assert len(cache.kept(0)) == BUDGET
-    tiny("llama").to(torch.float32)
 
 
 # -- through a model --------------------------------------------------------------------------------------------

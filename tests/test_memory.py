@@ -107,7 +107,9 @@ def test_the_log_is_apart() -> None:
     """It grows with the text, is not charged, and can be off."""
     model = tiny("llama")
     with_log, without = (EvictingCache(policies.make("tova", budget=20), log=log) for log in (True, False))
-    for cache in (with_log, without):
-        forward(model, tokens(1, 100), cache)
-    assert with_log.nbytes == without.nbytes
+    for end in (60, 100):
+        for cache in (with_log, without):
+            forward(model, tokens(1, 100)[:, end - 40 if end > 60 else 0 : end], cache)
+        assert with_log.evicted_at.shape[-1] == end
+        assert with_log.nbytes == without.nbytes
     assert all(layer.state.log is None for layer in without.layers)

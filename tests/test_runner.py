@@ -283,7 +283,7 @@ def test_a_text_the_model_cannot_read(place, monkeypatch, capsys, options: dict,
     assert code == 2, err
     assert f"error: document a: {says}" in err.splitlines()[-1]
     assert "Traceback" not in err
-    assert not (place / "results").exists() or not any((place / "results/runs").iterdir())
+    assert left_behind(place) == []
 
 
 def test_one_bad_value_of_a_sweep_stops_it_before_it_starts(place, monkeypatch, capsys) -> None:

@@ -53,6 +53,7 @@ def run(code: str = LITTLE, name: str = "auto", tree: Path = ROOT, before: str =
         env={**usual, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", **environment}, cwd="/",
     )  # fmt: skip
     assert "Traceback" not in found.stderr, found.stderr
+    assert found.returncode == 0, found.stderr
     return found.stdout.split()
 
 
