@@ -6,16 +6,21 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from tova import policies
+from tova.check import check
+from tova.errors import UsageError
 from tova.layer import NEVER, Attention, LayerState
 from tova.policies import Policy, Record, Tova
 from tova.replay import replay
 from tova.scan import select
+from tova.simulation import simulate
+from tova.trace import canonical_trace
 
 TOKENS, HEADS, KV_HEADS, SIZE = 60, 4, 2, 8
 
@@ -196,6 +201,45 @@ def test_policies_of_many_kinds_decide_as_a_loop_that_really_evicts(case: str, s
         assert state.log is not None
         assert torch.equal(state.log.view, torch.stack([evicted for evicted, _ in expected])), (cuts[0], chunk)
         assert (torch.cat(outs, 2) - torch.stack([out for _, out in expected])).abs().max() < 1e-5
+
+
+def test_a_prompt_read_at_once_is_shared_by_heads_too() -> None:
+    """Budgets that heads share are mostly for the end of a prompt: what is lowest in any head goes, in all together."""
+    policy = SharedByHeads(budget=12)
+    g = torch.Generator().manual_seed(3)
+    q = torch.randn(1, HEADS, TOKENS, SIZE, generator=g)
+    q[:, :2] *= 6.0
+    k, v = (torch.randn(1, KV_HEADS, TOKENS, SIZE, generator=g) for _ in range(2))
+    state = LayerState.empty(policy, k, v, KV_HEADS, log=True)
+    scan = select("auto", policy, q.device, q.dtype)
+    replay(q, k, v, state, policy, Attention(SIZE**-0.5), scan=scan, one_shot=True)
+    logits = (q[0, :, -1:].view(KV_HEADS, 2, SIZE) @ k[0].transpose(1, 2)) * SIZE**-0.5
+    weights = logits.softmax(-1).mean(1)[:, :-1]  # the newest has nothing to be ranked by
+    going = sorted((w, s, j) for s, row in enumerate(weights.tolist()) for j, w in enumerate(row))
+    expected = torch.full((KV_HEADS, TOKENS), NEVER)
+    for _, s, j in going[: KV_HEADS * (TOKENS - 12)]:
+        expected[s, j] = TOKENS - 1
+    assert state.log is not None
+    assert torch.equal(state.log.view[0], expected)
+    assert len(set(state.slots.count[:, 0].tolist())) == KV_HEADS
+
+
+@pytest.mark.parametrize("policy", [Lifetime(budget=20), BelowThreshold(budget=40)])
+def test_how_many_go_is_not_asked_on_a_trace_so_it_is_refused(policy: Policy) -> None:
+    """Simulated down to the budget it would be another policy."""
+    for engine in ("auto", "stepwise"):
+        with pytest.raises(UsageError, match=rf"{policy.name} says itself how many go \(excess\)"):
+            simulate(policy, canonical_trace(tokens=100), engine)
+    assert any("decid" in sentence for sentence in check(policy))
+
+
+def test_what_is_no_policy_may_say_its_budget_by_the_name_of_old() -> None:
+    """Anything with ``start()`` can be simulated; the name of old was documented for it."""
+    made = policies.make("tova", budget=30)
+    other = SimpleNamespace(name="other", budget=90, effective_budget=30, start=made.start)
+    trace = canonical_trace(tokens=100)
+    assert simulate(other, trace).budget == 30
+    assert (simulate(other, trace).evicted_at == simulate(made, trace).evicted_at).all()
 
 
 def test_rows_that_hold_different_numbers_take_no_more_room_than_they_need() -> None:

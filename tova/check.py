@@ -118,7 +118,7 @@ def _unturned(keys: Tensor, positions: Tensor) -> Tensor:
 
 def _runs(policy: Policy) -> str | None:
     """The stepwise contract, token by token, twice: victims are held, enough, ascending, and the same again."""
-    if policy.wants_features or policy.prompt_only:
+    if policy.wants_features or policy.prompt_only or policy.uneven:
         return None
     first, again = policy.start(), policy.start()
     budget, held = policy.layer_budget, [0]

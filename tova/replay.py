@@ -30,7 +30,7 @@ from tova.errors import UsageError, renamed
 from tova.layer import NEVER, PADDING, Attention, EvictionLog, LayerState, Rotation, Visibility
 from tova.policies.base import Policy
 from tova.policies.slots import Slots
-from tova.policies.steps import choose, new_records
+from tova.policies.steps import ask, choose, new_records
 from tova.scan.chunk import Chunk, Scan
 from tova.spans import span
 from tova.threads import Team, team
@@ -201,8 +201,12 @@ def _evict_after_prompt(state: LayerState, policy: Policy) -> None:
     slots = state.slots
     count = slots.count[:, 0]
     tokens = (slots.newest[:, 0] + 1).tolist()
-    keeps = [policy.keeps_of_prompt(n, held) for n, held in zip(tokens, count.tolist(), strict=True)]
-    dropped = choose(policy, slots, (count - torch.tensor(keeps, device=count.device)).unsqueeze(1))
+    if policy.uneven:
+        excess = ask(policy, "excess", slots.newest, slots, policy.schedule())
+    else:
+        keeps = [policy.keeps_of_prompt(n, held) for n, held in zip(tokens, count.tolist(), strict=True)]
+        excess = (count - torch.tensor(keeps, device=count.device)).unsqueeze(1)
+    dropped = choose(policy, slots, excess)
     slots.held = slots.held & ~dropped
     state.write_log(state.seen - 1, dropped)
     state.keep_held(policy, None)

@@ -87,7 +87,7 @@ def simulate(policy: Policy | Any, trace: Trace, engine: str = "auto") -> Simula
         engine = "stepwise"
     if engine not in ENGINES:
         raise UsageError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-    budget = _checked(getattr(policy, "layer_budget", None) or policy.budget)
+    budget = _checked(_budget_of(policy))
     if getattr(policy, "prompt_only", False):
         raise UsageError(
             f"{policy.name} selects once, at the end of a prompt: there is none on a trace of decode steps"
@@ -99,7 +99,7 @@ def simulate(policy: Policy | Any, trace: Trace, engine: str = "auto") -> Simula
         mass, hits, evicted_at, evict_calls = simulation_engine.run(policy, budget, trace.flat, trace.heavy_table)
         return Simulation(budget, mass, hits, possible, evicted_at, evict_calls)
     if engine == "compiled":
-        raise UsageError(f"engine=compiled needs numba and a compiled built-in policy, not {policy.name}")
+        raise UsageError(f"engine=compiled needs numba and a policy that can be compiled, not {policy.name}")
     stepwise = policy.start()
     steps = len(trace)
     held = np.zeros(steps + 1, dtype=bool)
@@ -134,6 +134,14 @@ def _checked(budget: Any) -> int:
     if number is None or not 1 <= number <= MOST:
         raise UsageError(f"budget must be an integer of at least 1 and at most {MOST}, got {budget!r}")
     return number
+
+
+def _budget_of(policy: Any) -> Any:
+    """What ``policy`` says it holds; one that is no :class:`Policy` may say so by the name of old."""
+    for name in ("layer_budget",) if isinstance(policy, Policy) else ("layer_budget", "effective_budget"):
+        if (budget := getattr(policy, name, None)) is not None:
+            return budget
+    return policy.budget
 
 
 def _compiled(policy: Any) -> bool:

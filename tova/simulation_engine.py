@@ -49,7 +49,7 @@ _PROTECTED = -1  # in a report: how many are protected
 
 def supports(policy: Policy) -> bool:
     """Whether ``policy`` is compiled. On a trace tokens have no weight of their own, and no key or value."""
-    if policy.wants_features or policy.prompt_only or type(policy).start is not Policy.start:
+    if policy.wants_features or policy.prompt_only or policy.uneven or type(policy).start is not Policy.start:
         return False
     return isinstance(rule_of(policy, torch.float64), Rule)
 

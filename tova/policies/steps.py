@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tova.errors import UsageError
+from tova.eviction_log import NEVER
 from tova.policies.base import Policy, Ring, Schedule
 from tova.policies.slots import Slots
 
@@ -50,6 +51,8 @@ def take_step(
     where = slot if isinstance(slot, Tensor) else torch.full((len(row), 1), slot, device=row.device)
     observe(policy, slots, row.masked_fill(~slots.held, 0.0), active, known)
     admit(policy, slots, where, position, active, self_weight=row.gather(-1, where), known=known)
+    if schedule.evict_at == NEVER:  # within a prompt that is read at once nothing goes, whatever the policy says
+        return None
     if held is not None:
         if held + 1 < schedule.evict_at:
             return None

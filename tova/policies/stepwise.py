@@ -28,6 +28,10 @@ class StepwisePolicy:
             raise UsageError(
                 f"{policy.name} ranks by keys or values, which a stream of attention weights does not have"
             )
+        if policy.uneven:
+            raise UsageError(
+                f"{policy.name} says itself how many go (excess), and a stepwise policy is told how many may remain"
+            )
         self.policy = policy
         self._slots = Slots(
             positions=torch.zeros(1, 1, dtype=torch.int64, device="cpu"),
