@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from experiments import assets, models
 from experiments.models import Hub
@@ -197,6 +198,9 @@ def own(tmp_path, monkeypatch):
     import transformers.dynamic_module_utils as dynamic
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", tmp_path / "modules")
+    # Code that is loaded registers its kind with transformers, for the whole process.
+    for known in (CONFIG_MAPPING, AutoModelForCausalLM._model_mapping):
+        monkeypatch.setattr(known, "_extra_content", dict(known._extra_content))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question nobody can answer in a sweep"))
     path, mark = tiny(tmp_path / "own"), tmp_path / "ran"
     (path / "own.py").write_text(CODE.format(mark=str(mark)))
