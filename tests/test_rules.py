@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tova import policies
 from tova.kernels import frame
+from tova.kernels import numba_math as nm
 from tova.policies import Policy, Record, Ring, Slots
 from tova.policies.steps import admit, new_records, observe, ring_names
 from tova.rules import NotARule, Rule, drops_oldest, how_heads_combine, rule_of, why_not
@@ -38,20 +39,20 @@ class Compiled:
     def __init__(self, rule: Rule, slots: Slots, weights: Tensor | None = None, *, in_order: bool = False) -> None:
         self.rule, self.slots, self.bound = rule, slots, bind(rule)
         self.n = slots.held.shape[1]
-        call = self.bound.call
-        self.score = torch.full((self.n,), 7.0, dtype=torch.float64)
-        self._kept: list[Any] = [self.score]
-        self._frame = np.zeros(frame.MEMORY + 3 * call.records + call.features, np.int64)
+        call = self.bound.call[0]
+        self._rank = torch.full((self.n,), 7)
+        self._kept: list[Any] = [self._rank]
+        self._frame = np.zeros(frame.MEMORY + 3 * call["records"] + call["features"], np.int64)
         self._frame[frame.N] = self.n
         self._frame[frame.POSITIONS] = self._at(slots.positions)
         self._frame[frame.HELD] = self._at(slots.held)
         self._frame[frame.COUNT] = int(slots.count)
         self._frame[frame.NEWEST] = int(slots.newest)
         self._frame[frame.OBSERVED] = int(slots.observed)
-        self._frame[frame.ORDERING] = frame.nm.SORTED if in_order else frame.nm.UNSORTED
-        self._frame[frame.SCORE] = self.score.data_ptr()
-        self._frame[frame.SCRATCH] = self._at(torch.zeros(max(1, call.scratch) * self.n, dtype=torch.float64))
-        self._frame[frame.INTS], self._frame[frame.FLOATS] = call.ints, call.floats
+        self._frame[frame.ORDERING] = nm.SORTED if in_order else nm.UNSORTED
+        self._frame[frame.RANK] = self._rank.data_ptr()
+        self._frame[frame.SCRATCH] = self._at(torch.zeros(max(1, call["scratch"]) * self.n, dtype=torch.float64))
+        self._frame[frame.INTS], self._frame[frame.FLOATS] = call["ints"], call["floats"]
         if weights is not None:
             self._frame[frame.WEIGHT] = self._at(weights)
         for i, name in enumerate(self.bound.records):
@@ -62,7 +63,7 @@ class Compiled:
             if name in slots.rings:
                 self._frame[at + 1], self._frame[at + 2] = record.shape[1], record.shape[2]
         for i, name in enumerate(self.bound.features):
-            self._frame[frame.MEMORY + 3 * call.records + i] = self._at(slots.features[name])
+            self._frame[frame.MEMORY + 3 * call["records"] + i] = self._at(slots.features[name])
 
     def _at(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
@@ -75,12 +76,16 @@ class Compiled:
         self._frame[frame.SLOT] = slot
         self._frame[frame.KNOWN] = known
         self._frame[frame.SELF_WEIGHT] = 0 if self_weight is None else self._at(self_weight)
-        self._call(self.bound.call.step)
+        self._call(int(self.bound.call[0]["step"]))
 
     def rank(self) -> tuple[Tensor, int, int, int]:
-        """Scores, how many candidates, how many are not ranked, and the first of these."""
-        self._call(self.bound.call.rank)
-        return (self.score, *(int(self._frame[i]) for i in (frame.CANDIDATES, frame.UNRANKED, frame.FIRST)))
+        """Scores (NaN where there is none), how many candidates, how many are not ranked, and the first of these."""
+        self._call(int(self.bound.call[0]["rank"]))
+        bits = self._rank ^ ((self._rank >> 63) & nm.NOWHERE)
+        return (
+            bits.view(torch.float64),
+            *(int(self._frame[i]) for i in (frame.CANDIDATES, frame.UNRANKED, frame.FIRST)),
+        )
 
 
 def rule(policy: Policy, dtype: torch.dtype = torch.float32) -> Rule:

@@ -10,32 +10,9 @@ import numpy as np
 import torch
 
 from tova.errors import UsageError
+from tova.kernels import frame as at
 from tova.kernels.compile import strict
-from tova.kernels.frame import (
-    CANDIDATES,
-    COUNT,
-    HELD,
-    KNOWN,
-    MEMORY,
-    NEWEST,
-    OBSERVED,
-    ORDER,
-    ORDERING,
-    POSITIONS,
-    REPORT,
-    SCORE,
-    SCRATCH,
-    SLOT,
-    UNRANKED,
-    WEIGHT,
-    N,
-    When,
-    address_of,
-    check,
-    drop,
-    new_frame,
-)  # fmt: skip
-from tova.kernels.numba_math import LISTED, call
+from tova.kernels.numba_math import LISTED
 from tova.policies import contract
 from tova.policies.base import Policy
 from tova.policies.slots import Slots
@@ -80,15 +57,14 @@ def run(
     room = min(budget, steps) + 1
     mass, hits = np.zeros(steps), np.zeros(steps, dtype=np.int64)
     evicted_at = np.full(steps + 1, np.iinfo(np.int64).max)
-    report = np.zeros(REPORT, np.int64)
+    report = np.zeros(at.REPORT, np.int64)
     zero = torch.zeros(1, room, dtype=torch.int64, device="cpu")
     records = new_records(policy, 1, room, torch.float64, "cpu")
     slots = Slots(zero, zero.bool(), records, zero[:, :1], zero[:, :1], rings=ring_names(policy))
-    when = When(budget + 1, leaves, policy.sinks, is_own(policy), 1)
-    watched_steps = contract.STEPS if when.watched else 0
-    calls = _run(
-        rows, heavy, mass, hits, evicted_at, bound.call, when, watched_steps, memory_of(slots, bound)[0], report
-    )
+    calm = (budget + 1, leaves, policy.sinks, 1, False)
+    when = np.array([calm, (*calm[:4], is_own(policy))], at.WHEN)
+    memory = memory_of(slots, bound)[0]
+    calls = _run(rows, heavy, mass, hits, evicted_at, bound.call, when, contract.STEPS, memory, report)
     if report[0] == _PROTECTED:
         raise UsageError(f"{policy.name}: {report[1]} positions are protected, more than the {leaves} that may remain")
     if report[0]:
@@ -98,37 +74,35 @@ def run(
 
 @strict
 def _run(  # type: ignore[no-untyped-def]
-    rows, heavy, mass, hits, evicted_at, rule, when, watched_steps, memory, report
+    rows, heavy, mass, hits, evicted_at, rules, whens, watched_steps, memory, report
 ):
-    """See :func:`run`; ``memory`` is int64 [parts], what a frame holds of the records."""
+    """See :func:`run`; ``memory`` is int64 [parts], what a frame holds of the records.
+
+    ``whens`` are of ``frame.WHEN``: the usual, and that of the first steps and of the first eviction.
+    """
+    rule, calm, watched = rules[0], whens[0], whens[1]
     steps = heavy.shape[0]
-    calm = When(when.evict_at, when.leaves, when.sinks, False, when.first)
-    room = min(when.evict_at - 1, steps) + 1
+    room = min(calm.evict_at - 1, steps) + 1
     positions = np.zeros(room, np.int64)
     held = np.zeros(room, np.uint8)
     order = np.empty(room, np.int64)  # the held slots by position
     free = np.arange(room)[::-1].copy()  # the last of the first room - count is taken next
     attn = np.zeros(room)
-    score = np.empty(room)
+    rank = np.empty(room, np.int64)
     victims = np.empty(room, np.int64)
     scratch = np.empty(room * rule.scratch)
     there = np.zeros(steps + 1, np.bool_)  # by position
-    frame = new_frame(rule)
-    frame[POSITIONS] = positions.ctypes.data
-    frame[HELD] = held.ctypes.data
-    frame[WEIGHT] = attn.ctypes.data
-    frame[SCORE] = score.ctypes.data
-    frame[SCRATCH] = scratch.ctypes.data
-    frame[ORDER] = order.ctypes.data
-    frame[ORDERING] = LISTED
+    frame = at.new_frame(rule, attn, attn[:0], rank, scratch, LISTED)
+    frame[at.POSITIONS] = positions.ctypes.data
+    frame[at.HELD] = held.ctypes.data
+    frame[at.ORDER] = order.ctypes.data
     for i in range(len(memory)):
-        frame[MEMORY + i] = memory[i]
+        frame[at.MEMORY + i] = memory[i]
     order[0] = 0
     held[0] = 1
     there[0] = True
-    count = 1
+    frame[at.COUNT] = 1
     used = 1  # slots that were ever taken
-    observed = 0
     calls = 0
     offset = 0
     for t in range(1, steps + 1):
@@ -138,6 +112,7 @@ def _run(  # type: ignore[no-untyped-def]
         for j in heavy[t - 1]:
             found += j >= 0 and there[j]
         hits[t - 1] = found
+        count = frame[at.COUNT]
         retained = 0.0
         for i in range(count):
             weight = np.float64(row[positions[order[i]]])
@@ -148,45 +123,48 @@ def _run(  # type: ignore[no-untyped-def]
         used = max(used, slot + 1)
         attn[slot] = 0.0
         positions[slot] = t
-        known = np.isfinite(retained)
-        frame[N] = used
-        frame[KNOWN] = known
-        frame[SLOT] = slot
-        frame[COUNT] = count
-        frame[NEWEST] = t - 1
-        frame[OBSERVED] = observed
-        call(rule.step, address_of(frame))
-        observed += rule.reads and known
         order[count] = slot
-        held[slot] = 1
         there[t] = True
+        frame[at.N] = used
+        at.join(frame, rule, slot, t, np.isfinite(retained), held)
         count += 1
-        frame[COUNT] = count
-        frame[NEWEST] = t
-        frame[OBSERVED] = observed
-        now = when if t <= watched_steps or (when.watched and calls == 0) else calm
-        if now.watched and not check(frame, rule, now, positions, held, report):
+        when = watched if t <= watched_steps or calls == 0 else calm
+        dropped = at.evict(frame, rule, when, positions, held, rank, victims, report)
+        if count >= calm.evict_at:
+            calls += 1
+            open = frame[at.CANDIDATES] + frame[at.UNRANKED]
+            if report[0] != at.UNRANKED_POSITION and open < count - calm.leaves:
+                report[0] = _PROTECTED
+                report[1] = count - open
+        if report[0] != 0:
             return calls
-        if count < when.evict_at:
+        if dropped == 0:
             continue
-        calls += 1
-        excess = count - when.leaves
-        dropped = drop(frame, rule, now, excess, positions, held, score, victims, report)
-        open = frame[CANDIDATES] + frame[UNRANKED]
-        if open < excess:
-            report[0] = _PROTECTED
-            report[1] = count - open
-        if dropped < excess:
-            return calls
         for v in range(dropped):
             position = positions[victims[v]]
             evicted_at[position] = t
             there[position] = False
             attn[victims[v]] = 0.0
             free[room - count + v] = victims[v]
+        _close(order, count, held, positions, victims[0], dropped)
+    return calls + 0 * len(scratch)  # an array whose address is known but that is named no more would be freed
+
+
+@strict
+def _close(order, count, held, positions, victim, dropped):  # type: ignore[no-untyped-def]
+    """Close the gaps that ``dropped`` slots, of which ``victim`` is one, leave among the first ``count`` of a list."""
+    if dropped > 1:
         kept = 0
         for i in range(count):
             order[kept] = order[i]
             kept += held[order[i]]
-        count = kept
-    return calls + 0 * len(scratch)  # an array whose address is known but that is named no more would be freed
+        return
+    first, behind = 0, count  # the list is by position: halve it
+    while behind - first > 1:
+        middle = (first + behind) // 2
+        if positions[order[middle]] <= positions[victim]:
+            first = middle
+        else:
+            behind = middle
+    for i in range(first, count - 1):
+        order[i] = order[i + 1]

@@ -8,8 +8,6 @@ tenth of the price of an array each.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numba as nb
 import numpy as np
 import torch
@@ -18,30 +16,9 @@ from torch import Tensor
 from tova.backends.finite import only_seen
 from tova.call import Call
 from tova.errors import UsageError
+from tova.kernels import frame as at
 from tova.kernels.compile import jit, strict
-from tova.kernels.frame import (
-    COUNT,
-    HELD,
-    KNOWN,
-    MEMORY,
-    NEWEST,
-    OBSERVED,
-    ORDERING,
-    POSITIONS,
-    REPORT,
-    SCORE,
-    SCRATCH,
-    SELF_WEIGHT,
-    SLOT,
-    WEIGHT,
-    N,
-    When,
-    address_of,
-    check,
-    drop,
-    new_frame,
-)  # fmt: skip
-from tova.kernels.numba_math import UNSORTED, F, call, exp, pointer
+from tova.kernels.numba_math import UNSORTED, F, exp, pointer
 from tova.layer import LayerState
 from tova.policies import contract
 from tova.policies.base import Policy
@@ -56,50 +33,31 @@ _MANY, _THREADS = 1 << 20, 4
 """Numbers in the keys looked at, and torch's threads, from which the two products are left to torch."""
 
 
-class Shape(NamedTuple):
-    """Sizes: B, K, H, D and E, slots a layer has room for, slots that are looked at, kept sets per sequence."""
-
-    batch: int
-    kv_heads: int
-    heads: int
-    size: int
-    width: int
-    room: int
-    used: int
-    kept_sets: int
-
-
-class Tensors(NamedTuple):
-    """Addresses, 0 for what is not there: float32, and int64 for positions and what follows but ``held``.
-
-    query, out [B, H, D or E]; key, value [B, K, D or E]; keys, values [B, K, room, D or E]; logits [B, H, used], where
-    they are made already; sink_logits [H]; held uint8 and positions [R, room]; start, observed, newest [R]; log [R,
-    columns].
-    """
-
-    query: int
-    key: int
-    value: int
-    keys: int
-    values: int
-    out: int
-    logits: int
-    sink_logits: int
-    held: int
-    positions: int
-    start: int
-    observed: int
-    newest: int
-    log: int
-    columns: int
-
-
-class Numbers(NamedTuple):
-    """How logits are made, and which step this is."""
-
-    scaling: float
-    softcap: float
-    step: int
+STEP = np.dtype(
+    [
+        *((size, np.int64) for size in ("batch", "kv_heads", "heads", "size", "width")),  # B, K, H, D and E
+        ("room", np.int64),  # slots a layer has room for, and
+        ("used", np.int64),  # those that are looked at
+        ("kept_sets", np.int64),  # per sequence
+        ("step", np.int64),  # the newcomer's column
+        # Addresses, 0 for what is not there; float32 in
+        *((name, np.int64) for name in ("query", "out")),  # [B, H, D or E]
+        *((name, np.int64) for name in ("key", "value")),  # [B, K, D or E]
+        *((name, np.int64) for name in ("keys", "values")),  # [B, K, room, D or E]
+        ("logits", np.int64),  # [B, H, used], where they are made already
+        ("sink_logits", np.int64),  # [H]
+        ("held", np.int64),  # uint8 [R, room]
+        ("positions", np.int64),  # int64 [R, room], as
+        *((name, np.int64) for name in ("start", "observed", "newest")),  # [R]
+        ("log", np.int64),  # [R, columns]
+        ("columns", np.int64),
+        ("scaling", np.float64),
+        ("softcap", np.float64),
+        ("when", at.WHEN),
+    ],
+    align=True,
+)
+"""What one call is told, beside the memory that a rule works in."""
 
 
 def supports(policy: Policy, dtype: torch.dtype) -> bool:
@@ -120,8 +78,6 @@ def step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: Cal
     """
     policy, attention, slots = call.policy, call.attention, state.slots
     bound = scan.bound(policy)
-    watched = policy.watcher is not None
-    when = When(call.schedule.evict_at, call.schedule.leaves, policy.sinks, watched, 0)
     batch, heads, _, size = query.shape
     kv_heads, room = state.keys.shape[1:3]
     width, kept_sets = value.shape[3], state.kept_sets
@@ -137,22 +93,25 @@ def step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: Cal
     _check(torch.int64, slots.positions, slots.observed, slots.newest, state.start, log)
     _check(torch.bool, slots.held)
     memory = _memory(slots, bound, fresh)
-    report = np.zeros(REPORT, np.int64)
-    split = batch * kv_heads * used * size >= _MANY and torch.get_num_threads() >= _THREADS
-    before = slots.held[:, :used].clone() if split else None
+    watched = policy.watcher is not None
+    report = np.zeros(at.REPORT, np.int64)
+    told = np.zeros(1, STEP)
+    told[0] = (
+        batch, kv_heads, heads, size, width, room, used, kept_sets, state.seen,
+        query.data_ptr(), out.data_ptr(), key.data_ptr(), value.data_ptr(), state.keys.data_ptr(),
+        state.values.data_ptr(), 0, _address(sinks), slots.held.data_ptr(), slots.positions.data_ptr(),
+        state.start.data_ptr(), slots.observed.data_ptr(), slots.newest.data_ptr(), _address(log),
+        0 if log is None else log.shape[2], attention.scaling, attention.softcap or 0.0,
+        (call.schedule.evict_at, call.schedule.leaves, policy.sinks, 0, watched),
+    )  # fmt: skip
     logits: Tensor | None = None
-    shape = Shape(batch, kv_heads, heads, size, width, room, used, kept_sets)
-    numbers = Numbers(attention.scaling, attention.softcap or 0.0, state.seen)
-    for stage in (_PLACE, _REST) if split else (_ALL,):
-        if stage == _REST:
-            logits = attention.logits(query, state.keys[:, :, :used]).contiguous()
-        tensors = Tensors(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), state.keys.data_ptr(), state.values.data_ptr(),
-            out.data_ptr(), _address(logits), _address(sinks), slots.held.data_ptr(), slots.positions.data_ptr(),
-            state.start.data_ptr(), slots.observed.data_ptr(), slots.newest.data_ptr(), _address(log),
-            0 if log is None else log.shape[2],
-        )  # fmt: skip
-        _step(stage, shape, tensors, numbers, bound.call, when, memory, report)
+    before: Tensor | None = None
+    if batch * kv_heads * used * size >= _MANY and torch.get_num_threads() >= _THREADS:
+        before = slots.held[:, :used].clone()
+        _step(_PLACE, told, bound.call, memory, report)
+        logits = attention.logits(query, state.keys[:, :, :used]).contiguous()
+        told["logits"] = logits.data_ptr()
+    _step(_ALL if logits is None else _REST, told, bound.call, memory, report)
     if watched and report[0]:
         raise contract.reported(policy, report.tolist())
     if logits is not None and before is not None:
@@ -165,21 +124,21 @@ def step(query: Tensor, key: Tensor, value: Tensor, state: LayerState, call: Cal
 
 
 def _memory(slots: Slots, bound: Bound, fresh: tuple[Tensor, ...]) -> np.ndarray:
-    """int64 [parts, 4]: address of a record or feature, bytes of a row, and of a ring its steps and how far apart they
+    """int64 [4 x parts]: address of a record or feature, bytes of a row, and of a ring its steps and how far apart they
     are; of a feature the address of the newcomers'."""
-    entries = []
+    entries: list[int] = []
     for name in bound.records:
         record = slots.records[name]
         _check(record.dtype, record)
         ring = record.shape[1:] if name in slots.rings else (0, 0)
-        entries.append((record.data_ptr(), record.stride(0) * record.itemsize, *ring))
+        entries += (record.data_ptr(), record.stride(0) * record.itemsize, *ring)
     for name, new in zip(bound.features, fresh, strict=True):
         feature = slots.features[name]
         if feature.ndim != 2 or new.ndim != 2:
             raise UsageError(f"the compiled step needs the feature {name!r} as a number for each token")
         _check(torch.float32, feature)
-        entries.append((feature.data_ptr(), feature.stride(0) * feature.itemsize, new.data_ptr(), 0))
-    return np.array(entries, np.int64).reshape(-1, 4)
+        entries += (feature.data_ptr(), feature.stride(0) * feature.itemsize, new.data_ptr(), 0)
+    return np.array(entries, np.int64)
 
 
 def _check(dtype: torch.dtype, *tensors: Tensor | None) -> None:
@@ -197,47 +156,44 @@ def _address(tensor: Tensor | None) -> int:
 
 
 @jit
-def _step(stage, shape, tensors, numbers, rule, when, memory, report):  # type: ignore[no-untyped-def]
-    """Every kept set through one step; see :func:`step`, :class:`Shape`, :class:`Tensors` and :func:`_memory`."""
-    batch, groups, heads, size, width, room, used, kept_sets = shape
+def _step(stage, told, rules, memory, report):  # type: ignore[no-untyped-def]
+    """Every kept set through one step; see :func:`step`, :data:`STEP`, :data:`tova.kernels.frame.RULE`."""
+    t, rule = told[0], rules[0]
+    batch, kv_heads, heads, size, width, room, used = t.batch, t.kv_heads, t.heads, t.size, t.width, t.room, t.used
+    kept_sets = t.kept_sets
     rows = batch * kept_sets
     shared = heads // kept_sets  # query heads of a kept set
-    each = groups // kept_sets  # key/value heads of a kept set
-    per = heads // groups  # query heads of a key/value head
-    queries = nb.carray(pointer(tensors.query), (batch, heads, size), np.float32)
-    new_keys = nb.carray(pointer(tensors.key), (batch, groups, size), np.float32)
-    new_values = nb.carray(pointer(tensors.value), (batch, groups, width), np.float32)
-    all_keys = nb.carray(pointer(tensors.keys), (batch, groups, room, size), np.float32)
-    all_values = nb.carray(pointer(tensors.values), (batch, groups, room, width), np.float32)
-    out = nb.carray(pointer(tensors.out), (batch, heads, width), np.float32)
-    all_positions = nb.carray(pointer(tensors.positions), (rows, room), np.int64)
-    all_held = nb.carray(pointer(tensors.held), (rows, room), np.uint8)
-    start = nb.carray(pointer(tensors.start), (rows,), np.int64)
-    observed = nb.carray(pointer(tensors.observed), (rows,), np.int64)
-    newest = nb.carray(pointer(tensors.newest), (rows,), np.int64)
-    sink_logits = nb.carray(pointer(tensors.sink_logits), (heads if tensors.sink_logits != 0 else 0,), np.float32)
-    log = nb.carray(pointer(tensors.log), (rows if tensors.log != 0 else 0, tensors.columns), np.int64)
-    given = nb.carray(pointer(tensors.logits), (batch if tensors.logits != 0 else 0, heads, used), np.float32)
-    scaling, softcap = F(numbers.scaling), F(numbers.softcap)
+    each = kv_heads // kept_sets  # key/value heads of a kept set
+    per = heads // kv_heads  # query heads of a key/value head
+    queries = nb.carray(pointer(t.query), (batch, heads, size), np.float32)
+    new_keys = nb.carray(pointer(t.key), (batch, kv_heads, size), np.float32)
+    new_values = nb.carray(pointer(t.value), (batch, kv_heads, width), np.float32)
+    all_keys = nb.carray(pointer(t.keys), (batch, kv_heads, room, size), np.float32)
+    all_values = nb.carray(pointer(t.values), (batch, kv_heads, room, width), np.float32)
+    out = nb.carray(pointer(t.out), (batch, heads, width), np.float32)
+    all_positions = nb.carray(pointer(t.positions), (rows, room), np.int64)
+    all_held = nb.carray(pointer(t.held), (rows, room), np.uint8)
+    start = nb.carray(pointer(t.start), (rows,), np.int64)
+    observed = nb.carray(pointer(t.observed), (rows,), np.int64)
+    newest = nb.carray(pointer(t.newest), (rows,), np.int64)
+    sink_logits = nb.carray(pointer(t.sink_logits), (heads if t.sink_logits != 0 else 0,), np.float32)
+    log = nb.carray(pointer(t.log), (rows if t.log != 0 else 0, t.columns), np.int64)
+    given = nb.carray(pointer(t.logits), (batch if t.logits != 0 else 0, heads, used), np.float32)
+    scaling, softcap = F(t.scaling), F(t.softcap)
     weights = np.empty((per, used), np.float32)
     turned = np.empty((per, size), np.float32)
     alive = np.empty(used, np.float32)
     attn = np.empty(used, np.float32)
     own = np.empty(1, np.float32)
-    score = np.empty(used, np.float64)
+    rank = np.empty(used, np.int64)
     victims = np.empty(used, np.int64)
     scratch = np.empty(used * rule.scratch, np.float64)
-    frame = new_frame(rule)
-    frame[N] = used
-    frame[WEIGHT] = attn.ctypes.data
-    frame[SELF_WEIGHT] = own.ctypes.data
-    frame[SCORE] = score.ctypes.data
-    frame[SCRATCH] = scratch.ctypes.data
-    frame[ORDERING] = UNSORTED
+    frame = at.new_frame(rule, attn, own, rank, scratch, UNSORTED)
+    frame[at.N] = used
     for r in range(rows):
         b, first = r // kept_sets, (r % kept_sets) * each
         held, positions = all_held[r], all_positions[r]
-        position = numbers.step - start[r]
+        position = t.step - start[r]
         # The newcomer takes the first free slot; after the first of two stages that is where it already is.
         count = 0
         slot = -1
@@ -303,40 +259,30 @@ def _step(stage, shape, tensors, numbers, rule, when, memory, report):  # type: 
                     _mixed_of_seen(weights, all_values[b, c], alive, mixed)
         own[0] = attn[slot]
         attn[slot] = F(0.0)
-        frame[POSITIONS] = positions.ctypes.data
-        frame[HELD] = held.ctypes.data
-        frame[KNOWN] = known
-        frame[SLOT] = slot
-        frame[COUNT] = count
-        frame[NEWEST] = newest[r]
-        frame[OBSERVED] = observed[r]
+        frame[at.POSITIONS] = positions.ctypes.data
+        frame[at.HELD] = held.ctypes.data
+        frame[at.COUNT] = count
+        frame[at.NEWEST] = newest[r]
+        frame[at.OBSERVED] = observed[r]
         for i in range(rule.records):
-            frame[MEMORY + 3 * i] = memory[i, 0] + r * memory[i, 1]
-            frame[MEMORY + 3 * i + 1] = memory[i, 2]
-            frame[MEMORY + 3 * i + 2] = memory[i, 3]
+            part = memory[4 * i : 4 * i + 4]
+            frame[at.MEMORY + 3 * i] = part[0] + r * part[1]
+            frame[at.MEMORY + 3 * i + 1] = part[2]
+            frame[at.MEMORY + 3 * i + 2] = part[3]
         for i in range(rule.features):
-            entry = memory[rule.records + i]
-            frame[MEMORY + 3 * rule.records + i] = entry[0] + r * entry[1]
-            feature = nb.carray(pointer(entry[0] + r * entry[1]), (used,), np.float32)
-            feature[slot] = nb.carray(pointer(entry[2]), (rows,), np.float32)[r]
-        call(rule.step, address_of(frame))
-        if rule.reads and known:
-            observed[r] += 1
+            part = memory[4 * (rule.records + i) :]
+            frame[at.MEMORY + 3 * rule.records + i] = part[0] + r * part[1]
+            feature = nb.carray(pointer(part[0] + r * part[1]), (used,), np.float32)
+            feature[slot] = nb.carray(pointer(part[2]), (rows,), np.float32)[r]
+        at.join(frame, rule, slot, position, known, held)
+        observed[r] = frame[at.OBSERVED]
         newest[r] = position
-        held[slot] = 1
-        count += 1
-        frame[COUNT] = count
-        frame[NEWEST] = position
-        frame[OBSERVED] = observed[r]
-        if when.watched and not check(frame, rule, when, positions, held, report):
+        dropped = at.evict(frame, rule, t.when, positions, held, rank, victims, report)
+        if dropped < 0:
             return 0
-        if count >= when.evict_at:
-            dropped = drop(frame, rule, when, count - when.leaves, positions, held, score, victims, report)
-            if dropped < 0:
-                return 0
-            if len(log):
-                for v in range(dropped):
-                    log[r, positions[victims[v]] + start[r]] = numbers.step
+        if len(log):
+            for v in range(dropped):
+                log[r, positions[victims[v]] + start[r]] = t.step
     return len(scratch)  # an array whose address is known but that is named no more would be freed
 
 

@@ -3,22 +3,20 @@
 A rule is two C functions (:mod:`tova.rules.numba_code`), each of the address of a frame that describes one kept set:
 
     step   what a step makes of the records: they observe it, if it is known, and the newcomer's are set
-    rank   float64 scores, NaN for what is no candidate (empty, protected, or without a score), and how many there are
+    rank   ranks, the lowest of which goes first, of the slots that may go, and how many these are
 
 Slots 0 to ``N`` - 1 are looked at, in any order, held or not. ``step`` is called before the newcomer is held, counted
-and ``NEWEST``; ``rank`` afterwards.
+and ``NEWEST``; ``rank`` afterwards. A kernel sets what a frame begins with, calls :func:`join` and :func:`evict` once a
+step, and reads ``COUNT``, ``NEWEST`` and ``OBSERVED`` in the frame alone.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numba as nb
 import numpy as np
 
-from tova.kernels import numba_math as nm
 from tova.kernels.compile import strict
-from tova.kernels.numba_math import SORTED, call, oldest, pointer
+from tova.kernels.numba_math import NOWHERE, SORTED, call, lowest, oldest, pointer
 
 # What is where in a frame. Arrays are addresses; dtype is the rule's working dtype.
 (
@@ -34,7 +32,7 @@ from tova.kernels.numba_math import SORTED, call, oldest, pointer
     OBSERVED,       # steps observed so far
     ORDERING,       # UNSORTED, SORTED or LISTED
     ORDER,          # int64 [COUNT], the held slots by position, where ORDERING is LISTED
-    SCORE,          # float64 [N], written by rank
+    RANK,           # int64 [N], written by rank: in order of scores, NOWHERE for what is empty, protected or has none
     SCRATCH,        # 8 bytes x N, as often as the rule asks for
     INTS,           # int64, the rule's numbers
     FLOATS,         # float64
@@ -46,46 +44,33 @@ from tova.kernels.numba_math import SORTED, call, oldest, pointer
 ) = range(20)  # fmt: skip
 
 
-class RuleCall(NamedTuple):
-    """A rule as kernels take it.
+RULE = np.dtype(
+    [
+        ("step", np.int64),  # address of its functions
+        ("rank", np.int64),
+        ("ints", np.int64),  # address of its numbers
+        ("floats", np.int64),
+        ("scratch", np.int64),  # arrays to work in
+        ("records", np.int64),  # how many there are
+        ("features", np.int64),
+        ("reads", np.bool_),  # whether a step counts as observed
+        ("weights", np.bool_),  # whether combined weights are needed
+    ],
+    align=True,
+)
+"""A rule as kernels take it, in an array of one: numbers in an array are handed over in a tenth of a tuple's time."""
 
-    Attributes:
-        step, rank: addresses of its functions.
-        ints, floats: addresses of its numbers.
-        scratch: arrays to work in.
-        records, features: how many there are.
-        reads: whether a step counts as observed.
-        weights: whether combined weights are needed.
-    """
-
-    step: int
-    rank: int
-    ints: int
-    floats: int
-    scratch: int
-    records: int
-    features: int
-    reads: bool
-    weights: bool
-
-
-class When(NamedTuple):
-    """When something is dropped, and who is told.
-
-    Attributes:
-        evict_at: in the step after which so many would be held.
-        leaves: how many remain.
-        sinks: positions below are dropped by no default.
-        watched: whether to report what is not ranked, and too few candidates; ``first`` is the position of the first
-            token that observes a step.
-    """
-
-    evict_at: int
-    leaves: int
-    sinks: int
-    watched: bool
-    first: int
-
+WHEN = np.dtype(
+    [
+        ("evict_at", np.int64),  # something is dropped in the step after which so many would be held
+        ("leaves", np.int64),  # how many remain
+        ("sinks", np.int64),  # positions below are dropped by no default
+        ("first", np.int64),  # the position of the first token that observes a step
+        ("watched", np.bool_),  # whether to report what is not ranked, and too few candidates
+    ],
+    align=True,
+)
+"""When something is dropped, and who is told."""
 
 # A report, int64 [REPORT]: what went wrong (one of these; 0 is nothing) at which step, and numbers for a sentence.
 REPORT = 5
@@ -94,11 +79,16 @@ TOO_FEW = 2  # the newest position, candidates, how many are held, how many must
 
 
 @strict
-def new_frame(rule):  # type: ignore[no-untyped-def]
-    """A frame with what does not change."""
+def new_frame(rule, weight, self_weight, rank, scratch, ordering):  # type: ignore[no-untyped-def]
+    """A frame with what does not change; the arrays have to live as long."""
     frame = np.zeros(MEMORY + 3 * rule.records + rule.features, np.int64)
     frame[INTS] = rule.ints
     frame[FLOATS] = rule.floats
+    frame[WEIGHT] = weight.ctypes.data
+    frame[SELF_WEIGHT] = self_weight.ctypes.data if len(self_weight) else 0
+    frame[RANK] = rank.ctypes.data
+    frame[SCRATCH] = scratch.ctypes.data
+    frame[ORDERING] = ordering
     return frame
 
 
@@ -109,20 +99,64 @@ def address_of(frame):  # type: ignore[no-untyped-def]
 
 
 @strict
-def check(frame, rule, when, positions, held, report):  # type: ignore[no-untyped-def]
-    """Rank and report what is held, unprotected and has no score; true if nothing is. ``features`` is how many."""
-    n = frame[N]
-    call(rule.rank, address_of(frame))
-    if frame[UNRANKED] == 0 or excused(frame, rule, when, held):
-        return True
-    report[0] = UNRANKED_POSITION
-    report[1] = frame[NEWEST]
-    report[2] = positions[frame[FIRST]]
-    return n < 0
+def join(frame, rule, slot, position, known, held):  # type: ignore[no-untyped-def]
+    """The newcomer in ``slot`` joins: the records observe its step, if that is ``known``, and it is held."""
+    frame[KNOWN] = known
+    frame[SLOT] = slot
+    call(rule.step, address_of(frame))
+    frame[OBSERVED] += rule.reads and known
+    frame[COUNT] += 1
+    frame[NEWEST] = position
+    held[slot] = 1
 
 
 @strict
-def excused(frame, rule, when, held):  # type: ignore[no-untyped-def]
+def evict(frame, rule, when, positions, held, rank, victims, report):  # type: ignore[no-untyped-def]
+    """Free what must go now, noted in ``victims``; how many slots that is, or -1 if something is reported.
+
+    Where there are fewer candidates than must go, all of them do, and then the oldest that are no sinks.
+    """
+    n, excess = frame[N], frame[COUNT] - when.leaves
+    due = frame[COUNT] >= when.evict_at
+    if not due and not when.watched:
+        return 0
+    call(rule.rank, address_of(frame))
+    if when.watched and not _keeps_contract(frame, rule, when, positions, held, report, excess if due else 0):
+        return -1
+    if not due:
+        return 0
+    for dropped in range(excess):
+        victim = lowest(rank, positions, n, frame[ORDERING] == SORTED)
+        if victim < 0:
+            victim = oldest(held, positions, n, when.sinks)
+        if victim < 0:
+            return dropped
+        rank[victim] = NOWHERE
+        held[victim] = 0
+        victims[dropped] = victim
+        frame[COUNT] -= 1
+    return excess
+
+
+@strict
+def _keeps_contract(frame, rule, when, positions, held, report, excess):  # type: ignore[no-untyped-def]
+    """Whether all that is held and unprotected has a rank, and ``excess`` of them can go; else a report."""
+    if (frame[UNRANKED] == 0 and frame[CANDIDATES] >= excess) or _excused(frame, rule, when, held):
+        return True
+    report[1] = frame[NEWEST]
+    if frame[UNRANKED] != 0:
+        report[0] = UNRANKED_POSITION
+        report[2] = positions[frame[FIRST]]
+    else:
+        report[0] = TOO_FEW
+        report[2] = frame[CANDIDATES]
+        report[3] = frame[COUNT]
+        report[4] = excess
+    return False
+
+
+@strict
+def _excused(frame, rule, when, held):  # type: ignore[no-untyped-def]
     """Whether something about this kept set was not known, so that a policy may not know either."""
     if rule.reads and frame[OBSERVED] < frame[NEWEST] + 1 - when.first:
         return True
@@ -133,31 +167,3 @@ def excused(frame, rule, when, held):  # type: ignore[no-untyped-def]
             if held[j] and not np.isfinite(feature[j]):
                 return True
     return False
-
-
-@strict
-def drop(frame, rule, when, excess, positions, held, score, victims, report):  # type: ignore[no-untyped-def]
-    """Choose and free ``excess`` slots, noted in ``victims``; how many were, or -1 if something is reported.
-
-    Where there are fewer candidates, all of them go, and then the oldest that are no sinks.
-    """
-    n = frame[N]
-    call(rule.rank, address_of(frame))
-    if when.watched and frame[CANDIDATES] < excess and not excused(frame, rule, when, held):
-        report[0] = TOO_FEW
-        report[1] = frame[NEWEST]
-        report[2] = frame[CANDIDATES]
-        report[3] = frame[COUNT]
-        report[4] = excess
-        return -1
-    sorted = frame[ORDERING] == SORTED
-    for dropped in range(excess):
-        victim = nm.lowest(score, positions, n, sorted)
-        if victim < 0:
-            victim = oldest(held, positions, n, when.sinks)
-        if victim < 0:
-            return dropped
-        score[victim] = np.nan
-        held[victim] = 0
-        victims[dropped] = victim
-    return excess

@@ -10,7 +10,6 @@ from numba.extending import intrinsic
 from tova.kernels.compile import inline, strict
 
 F = np.float32
-INF = np.float64(np.inf)
 NOWHERE = np.int64(np.iinfo(np.int64).max)
 """Above every position."""
 UNSORTED, SORTED, LISTED = range(3)
@@ -64,6 +63,16 @@ def bits_of_float(typingctx, number):  # type: ignore[no-untyped-def]
     return nb.int32(nb.float32), generate
 
 
+@intrinsic
+def bits_of_double(typingctx, number):  # type: ignore[no-untyped-def]
+    """Reinterpret a float64 as an int64."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.bitcast(args[0], ir.IntType(64))
+
+    return nb.int64(nb.float64), generate
+
+
 # Added to a whole number n it leaves n + 127, a float32's exponent, in the lowest bits: 1.5 * 2**23 + 127. Unlike a
 # conversion to an integer that is defined for NaN too.
 _EXPONENT = F(12583039.0)
@@ -112,32 +121,38 @@ def remainder(a, b):  # type: ignore[no-untyped-def]
 
 
 @strict
-def lowest(score, positions, n, sorted):  # type: ignore[no-untyped-def]
-    """The slot of the lowest score, of equal ones that of the lower position; -1 if all are NaN.
+def rank_of(score):  # type: ignore[no-untyped-def]
+    """An int64 in the order of float64 scores, below ``NOWHERE``; -0.0 and 0.0 are one, NaN has no order.
+
+    The smallest of many integers is found in vectors, that of floats only one by one.
+    """
+    bits = bits_of_double(score + 0.0)
+    return bits ^ ((bits >> 63) & NOWHERE)
+
+
+_BLOCK = 64
+
+
+@strict
+def lowest(rank, positions, n, sorted):  # type: ignore[no-untyped-def]
+    """The slot of the lowest rank, of equal ones that of the lower position; -1 if all are ``NOWHERE``.
 
     ``sorted`` says that slots are in position order.
     """
-    a, b, c, d = INF, INF, INF, INF
-    whole = n - n % 4
-    for j in range(0, whole, 4):  # four at a time, since each has to wait for the one before; NaN is never less
-        a = score[j] if score[j] < a else a
-        b = score[j + 1] if score[j + 1] < b else b
-        c = score[j + 2] if score[j + 2] < c else c
-        d = score[j + 3] if score[j + 3] < d else d
-    for j in range(whole, n):
-        a = score[j] if score[j] < a else a
-    least = min(min(a, b), min(c, d))
-    slot = np.int64(-1)
-    at = NOWHERE
-    if sorted:
-        for j in range(n):
-            if score[j] == least:
-                return j
-        return slot
-    for j in range(n):
-        if score[j] == least and positions[j] < at:
-            at = positions[j]
-            slot = np.int64(j)
+    least, begin, end = NOWHERE, 0, 0
+    for block in range(0, n, _BLOCK):
+        low = NOWHERE
+        for j in range(block, min(block + _BLOCK, n)):
+            low = min(low, rank[j])
+        if low < least:
+            least, begin, end = low, block, min(block + _BLOCK, n)
+        elif low == least and not sorted:
+            end = min(block + _BLOCK, n)
+    slot, at = np.int64(-1), NOWHERE
+    if least < NOWHERE:
+        for j in range(begin, end):
+            if rank[j] == least and positions[j] < at:
+                slot, at = np.int64(j), positions[j]
     return slot
 
 
@@ -210,9 +225,15 @@ def recent_floor(recent, ordering, held, positions, order, n, count, newest):  #
         return positions[order[count - recent]]
     if ordering == SORTED:
         j = n
+        while recent > _BLOCK and j > _BLOCK:  # no more than a block of slots holds
+            there = 0
+            for i in range(j - _BLOCK, j):
+                there += held[i]
+            recent -= there
+            j -= _BLOCK
         while recent > 0:
             j -= 1
-            recent -= held[j] != 0
+            recent -= held[j]
         return positions[j]
     floor = newest - recent + 1
     there = 0
@@ -230,10 +251,9 @@ def list_held(ordering, held, positions, order, n, count, found, other):  # type
             found[a] = order[a]
     elif ordering == SORTED:
         a = 0
-        for j in range(n):
-            if held[j]:
-                found[a] = j
-                a += 1
+        for j in range(n):  # without a branch: what is empty is written over
+            found[a] = j
+            a += held[j]
     else:
         in_position_order(held, positions, n, found, other)
 

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from tova.kernels import frame, generated
-from tova.kernels.frame import RuleCall
 from tova.policies.base import Ring
 from tova.rules.expression import OVER_SLOTS, Node, Rule, in_order
 
@@ -48,11 +47,11 @@ class Bound:
     """A rule compiled, with its numbers.
 
     Attributes:
-        call: what kernels take; addresses in it are of what this object keeps alive.
+        call: ``frame.RULE`` [1], what kernels take; addresses in it are of what this object keeps alive.
         records: the names of records in a frame, then ``features``.
     """
 
-    call: RuleCall
+    call: np.ndarray
     records: tuple[str, ...]
     features: tuple[str, ...]
     numbers: tuple[np.ndarray, np.ndarray]
@@ -69,10 +68,11 @@ def bind(rule: Rule) -> Bound:
         step, rank, scratch = _functions(_Source(rule))
         ints, floats = np.array(rule.ints, np.int64), np.array(rule.floats, np.float64)
         records, features = tuple(rule.records), rule.features
-        call = RuleCall(
+        numbers = (
             step.address, rank.address, ints.ctypes.data, floats.ctypes.data, scratch,
             len(records), len(features), rule.reads_attention, rule.reads_weights,
         )  # fmt: skip
+        call = np.array([numbers], frame.RULE)
         found = _bound[rule] = Bound(call, records, features, (ints, floats), (step, rank))
     return found
 
@@ -153,7 +153,7 @@ def _write_step(w: _Writer) -> None:
 def _write_rank(w: _Writer) -> None:
     rule = w.rule
     score, protected = rule.score, rule.protected
-    w.line(f"score = nb.carray(nm.pointer(frame[{frame.SCORE}]), (n,), np.float64)")
+    w.line(f"rank = nb.carray(nm.pointer(frame[{frame.RANK}]), (n,), np.int64)")
     w.need("held")
     values = w.slot_values([score, protected])
     w.line("candidates = 0")
@@ -166,7 +166,7 @@ def _write_rank(w: _Writer) -> None:
     else:
         w.line("ranked = open")
     w.line("candidates += ranked")
-    w.line(f"score[j] = np.float64({w.name(score)}) if ranked else np.nan")
+    w.line(f"rank[j] = nm.rank_of(np.float64({w.name(score)})) if ranked else nm.NOWHERE")
     w.close_loop()
     w.line(f"frame[{frame.CANDIDATES}] = candidates")
     w.line(f"frame[{frame.UNRANKED}] = unranked")

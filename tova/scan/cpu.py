@@ -13,31 +13,9 @@ import numpy as np
 import torch
 
 from tova.errors import UsageError
+from tova.kernels import frame as at
 from tova.kernels.compile import jit
-from tova.kernels.frame import (
-    COUNT,
-    HELD,
-    KNOWN,
-    MEMORY,
-    NEWEST,
-    OBSERVED,
-    ORDERING,
-    POSITIONS,
-    REPORT,
-    SCORE,
-    SCRATCH,
-    SELF_WEIGHT,
-    SLOT,
-    WEIGHT,
-    N,
-    RuleCall,
-    When,
-    address_of,
-    check,
-    drop,
-    new_frame,
-)  # fmt: skip
-from tova.kernels.numba_math import SORTED, F, call, exp
+from tova.kernels.numba_math import SORTED, F, exp
 from tova.policies import contract
 from tova.policies.base import Policy
 from tova.policies.slots import Slots
@@ -108,8 +86,9 @@ def decide(policy: Policy, chunk: Chunk) -> Decision:
     allowed = np.empty((rows, 0, 0), np.bool_) if chunk.allowed is None else chunk.allowed.contiguous().numpy()
     sinks = np.empty((rows, 0), np.float32) if chunk.sink_logits is None else chunk.sink_logits.contiguous().numpy()
     counts = torch.cat([slots.observed, slots.newest], 1).numpy()
-    reports = np.zeros((rows, REPORT + 1), np.int64)
-    when = When(chunk.schedule.evict_at, chunk.schedule.leaves, policy.sinks, policy.watcher is not None, 0)
+    reports = np.zeros((rows, at.REPORT + 1), np.int64)
+    watched = policy.watcher is not None
+    when = np.array([(chunk.schedule.evict_at, chunk.schedule.leaves, policy.sinks, 0, watched)], at.WHEN)
 
     def scan_row(r: int) -> None:
         row = Row(
@@ -123,10 +102,10 @@ def decide(policy: Policy, chunk: Chunk) -> Decision:
             scan_row(r)
     else:
         chunk.threads.share(scan_row, [(r,) for r in range(rows)])
-    if when.watched:
+    if watched:
         wrong = [r for r in range(rows) if reports[r, 0]]
         if wrong:
-            raise contract.reported(policy, reports[min(wrong, key=lambda r: (reports[r, REPORT], r))].tolist())
+            raise contract.reported(policy, reports[min(wrong, key=lambda r: (reports[r, at.REPORT], r))].tolist())
     slots.held = torch.from_numpy(held.view(np.bool_))
     slots.observed, slots.newest = torch.from_numpy(counts[:, :1].copy()), torch.from_numpy(counts[:, 1:].copy())
     return Decision(last, logits, sums)
@@ -168,34 +147,31 @@ def memory_of(slots: Slots, bound: Bound) -> np.ndarray:
 
 
 @jit
-def _scan_row(row: Row, kept: int, rule: RuleCall, when: When):  # type: ignore[no-untyped-def]
-    """One kept set through one chunk."""
-    logits, held, last, positions = row.logits, row.held, row.last, row.positions
-    sink_logits, observed, newest = row.sink_logits, row.counts[0], row.counts[1]
+def _scan_row(row, kept, rules, when):  # type: ignore[no-untyped-def]
+    """One kept set through one chunk; see :class:`Row`, :data:`tova.kernels.frame.RULE` and ``WHEN``."""
+    logits, held, last, positions, sink_logits = row.logits, row.held, row.last, row.positions, row.sink_logits
+    rule = rules[0]
     heads, steps, candidates = logits.shape
     alive = np.zeros(candidates, np.float32)
     attn = np.empty(candidates, np.float32)
     own = np.empty(1, np.float32)
-    score = np.empty(candidates, np.float64)
+    rank = np.empty(candidates, np.int64)
     victims = np.empty(candidates, np.int64)
     scratch = np.empty(candidates * rule.scratch, np.float64)
-    frame = new_frame(rule)
-    frame[POSITIONS] = positions.ctypes.data
-    frame[HELD] = held.ctypes.data
-    frame[WEIGHT] = attn.ctypes.data
-    frame[SELF_WEIGHT] = own.ctypes.data
-    frame[SCORE] = score.ctypes.data
-    frame[SCRATCH] = scratch.ctypes.data
-    frame[ORDERING] = SORTED
+    frame = at.new_frame(rule, attn, own, rank, scratch, SORTED)
+    frame[at.POSITIONS] = positions.ctypes.data
+    frame[at.HELD] = held.ctypes.data
+    frame[at.COUNT] = 0
+    frame[at.OBSERVED] = row.counts[0]
+    frame[at.NEWEST] = row.counts[1]
     for i in range(len(row.memory)):
-        frame[MEMORY + i] = row.memory[i]
-    count = 0
+        frame[at.MEMORY + i] = row.memory[i]
     for j in range(candidates):
         last[j] = -1
         if held[j]:
             alive[j] = F(1.0)
             last[j] = steps
-            count += 1
+            frame[at.COUNT] += 1
     for i in range(steps):
         m = kept + i + 1
         if not row.not_padding[i]:
@@ -210,7 +186,7 @@ def _scan_row(row: Row, kept: int, rule: RuleCall, when: When):  # type: ignore[
                     alive[j] = F(0.0)
                     held[j] = 0
                     last[j] = i - 1
-                    count -= 1
+                    frame[at.COUNT] -= 1
         alive[m - 1] = F(1.0)
         last[m - 1] = steps
         for j in range(m):
@@ -240,35 +216,17 @@ def _scan_row(row: Row, kept: int, rule: RuleCall, when: When):  # type: ignore[
                     attn[j] += line[j] * share
         own[0] = attn[m - 1]
         attn[m - 1] = F(0.0)
-        frame[N] = m
-        frame[KNOWN] = known
-        frame[SLOT] = m - 1
-        frame[COUNT] = count
-        frame[NEWEST] = newest
-        frame[OBSERVED] = observed
-        call(rule.step, address_of(frame))
-        if rule.reads and known:
-            observed += 1
-        count += 1
-        held[m - 1] = 1
-        newest = positions[m - 1]
-        frame[COUNT] = count
-        frame[NEWEST] = newest
-        frame[OBSERVED] = observed
-        if when.watched and not check(frame, rule, when, positions, held, row.report):
-            row.report[REPORT] = i
+        frame[at.N] = m
+        at.join(frame, rule, m - 1, positions[m - 1], known, held)
+        dropped = at.evict(frame, rule, when[0], positions, held, rank, victims, row.report)
+        if dropped < 0:
+            row.report[at.REPORT] = i
             return 0
-        if count >= when.evict_at:
-            dropped = drop(frame, rule, when, count - when.leaves, positions, held, score, victims, row.report)
-            if dropped < 0:
-                row.report[REPORT] = i
-                return 0
-            for v in range(dropped):
-                alive[victims[v]] = F(0.0)
-                last[victims[v]] = i
-            count -= dropped
-    row.counts[0] = observed
-    row.counts[1] = newest
+        for v in range(dropped):
+            alive[victims[v]] = F(0.0)
+            last[victims[v]] = i
+    row.counts[0] = frame[at.OBSERVED]
+    row.counts[1] = frame[at.NEWEST]
     return len(scratch)  # an array whose address is known but that is named no more would be freed
 
 
